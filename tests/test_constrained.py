@@ -11,14 +11,13 @@ import json
 import random
 import re
 import threading
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from constrained_reference import Constrained
-from constraints import Longest, compiled, following, made_up_vocabulary, schema_content
+from constraints import Longest, compiled, made_up_vocabulary, schema_content
 from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -545,36 +544,6 @@ def test_draws_keep_to_the_constraint_at_every_temperature(scale: float) -> None
             assert re.fullmatch(expression.encode(), text_of(out))
 
 
-def test_draws_near_temperature_0_are_the_best_text() -> None:
-    automaton = compiled("[a-z0-9]{10,12}", WORDS, VOCAB, ENDS)
-    bundle = says(np.random.default_rng(5).normal(0, 3, (13, VOCAB)).astype(np.float32))
-    best = in_one_pass(bundle, 13, automaton)
-    for temperature in TEMPERATURES[:6]:
-        assert in_one_pass(bundle, 13, automaton, temperature=temperature) == best
-
-
-def test_texts_of_ruled_out_tokens_are_drawn() -> None:
-    automaton = compiled("[a-z]{4}", WORDS, VOCAB, ENDS)
-    logits = np.zeros((5, VOCAB), np.float32)
-    for token, spelled in enumerate(WORDS.tokens):
-        if spelled is not None and spelled.isalpha():
-            logits[:, token] = -np.inf
-    for fields in ({}, *({"temperature": temperature} for temperature in TEMPERATURES)):
-        assert re.fullmatch(b"[a-z]{4}", text_of(in_one_pass(says(logits), 5, automaton, **fields)))
-
-
-@pytest.mark.parametrize("ruled_out", [-np.inf, np.finfo(np.float32).min, -1e30])
-def test_a_choice_before_a_forced_token_that_is_ruled_out_counts(ruled_out: float) -> None:
-    automaton = compiled("px|qz", WORDS, VOCAB, ENDS)
-    x, z, p, q = (WORDS.tokens.index(letter) for letter in (b"x", b"z", b"p", b"q"))
-    for wins, then in ((p, x), (q, z)):
-        logits = np.zeros((2, VOCAB), np.float32)
-        logits[1, [x, z]], logits[0, wins] = ruled_out, 20
-        bundle = says(logits)
-        assert in_one_pass(bundle, 2, automaton) == [wins, then]
-        assert in_one_pass(bundle, 2, automaton, temperature=0.5) == [wins, then]
-
-
 @pytest.mark.parametrize("logit", [np.nan, np.inf])
 def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
     automaton = compiled("[a-z]{4}", WORDS, VOCAB, ENDS)
@@ -613,116 +582,6 @@ def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
     elif kind == 2:
         found = np.round(found)
     return found
-
-
-def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
-    """Return all texts with this number of tokens.
-
-    If there are more than ``most`` texts, the list is empty.
-    """
-    texts: list[tuple[int, list[int]]] = [(0, [])]
-    for position in range(length):
-        texts = [
-            (to, [*text, token])
-            for state, text in texts
-            for token in range(VOCAB)
-            if (to := following(automaton, state, token)) >= 0
-            and automaton.distances[to] <= length - position - 1
-        ]
-        if len(texts) > most:
-            return []
-    return [text for _, text in texts]
-
-
-def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """Return how good a text is, as two numbers that are compared in this order.
-
-    The first number is the negative number of tokens with the logit -inf. The second number is the
-    sum, over all other tokens, of the token's logit minus the largest logit of its row.
-    """
-    best = np.delete(logits, MASK, axis=1).max(axis=1)
-    finite = [
-        Fraction(float(row[token])) - Fraction(float(most))
-        for row, token, most in zip(logits, text, best, strict=True)
-        if row[token] > -np.inf
-    ]
-    return len(finite) - len(text), sum(finite, Fraction(0))
-
-
-def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Return a random schema for which only few texts are valid."""
-    kind = source.randrange(6 if depth < 2 else 4)
-    if kind == 0:
-        return {
-            "enum": [
-                source.choice(["a", "ab", "b1", 1, -2, 30, True, None])
-                for _ in range(source.randint(1, 4))
-            ]
-        }
-    if kind == 1:
-        return {"type": source.choice(["boolean", "null"])}
-    if kind == 2:
-        low = source.randint(-20, 20)
-        return {"type": "integer", "minimum": low, "maximum": low + source.randint(0, 15)}
-    if kind == 3:
-        return {"const": source.choice(["ba", "aab", 12, False])}
-    if kind == 4:
-        items = source.randint(0, 2)
-        return {
-            "type": "array",
-            "items": small_schema(source, depth + 1),
-            "minItems": items,
-            "maxItems": items,
-        }
-    name = source.choice(["a", "ab"])
-    return {
-        "type": "object",
-        "properties": {name: small_schema(source, depth + 1)},
-        "required": [name],
-        "additionalProperties": False,
-    }
-
-
-def check_texts_of_schemas(count: int) -> None:
-    """Check the best text and the sampled texts of ``count`` small schemas.
-
-    All texts of a schema are listed and compared in exact arithmetic.
-    """
-    source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
-    while checked < count:
-        # The constraint has only one end token, because the loop replaces everything after an end
-        # token by the first end token.
-        automaton = compiled(schema_content(small_schema(source)), WORDS, VOCAB, ENDS[:1])
-        length = automaton.shortest + source.choice((0, 1, 2))
-        texts = texts_of(automaton, length, 300) if length else []
-        if not texts:
-            continue
-        checked += 1
-        for _ in range(3):
-            logits = extreme_logits(numbers, length)
-            bundle = says(logits)
-            weights = [weight_of_text(logits, text) for text in texts]
-            best = in_one_pass(bundle, length, automaton)
-            assert best in texts
-            (few, most), (fewest, highest) = weight_of_text(logits, best), max(weights)
-            assert few == fewest
-            gap = float(highest - most)  # the sums have few digits, so float64 is exact enough
-            assert gap <= length * 2.0**-52 * 2**10
-            temperature = source.choice(TEMPERATURES)
-            drawn = in_one_pass(bundle, length, automaton, temperature=temperature, seed=checked)
-            assert drawn in texts
-            few, most = weight_of_text(logits, drawn)
-            assert few == fewest
-            assert float(highest - most) <= 50 * temperature + gap
-
-
-def test_texts_of_small_schemas_are_the_best_of_all() -> None:
-    check_texts_of_schemas(20)
-
-
-@pytest.mark.slow
-def test_texts_of_many_small_schemas_are_the_best_of_all() -> None:
-    check_texts_of_schemas(400)
 
 
 @pytest.mark.parametrize(

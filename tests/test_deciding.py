@@ -292,14 +292,6 @@ def test_block_causal_probabilities_equal_brute_force(
         assert probs == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def test_one_token_options_have_the_softmax_of_their_logits() -> None:
-    logits = np.zeros((3, VOCAB), np.float32)
-    logits[0, [0, 1, 5]] = [2.0, 1.0, 9.0]  # token 5 has the highest logit, but starts no option
-    found = run_with(compile_parts([["a", "b"], ","]), logits).option_probs
-    wanted = np.exp([2.0, 1.0]) / np.exp([2.0, 1.0]).sum()
-    assert found == pytest.approx(list(wanted))
-
-
 @pytest.mark.parametrize(
     ("parts", "is_open", "said"),
     [
@@ -381,13 +373,6 @@ def test_all_kinds_are_answered_together(bundle: Bundle) -> None:
     assert str(written["size"]) == size.best
 
 
-def test_the_order_of_options_does_not_matter(bundle: Bundle) -> None:
-    options = ["kitchen", "hall", "living room", "kit"]
-    first = bundle.decide({"room": Choice(options)}, chat=COMMAND).answers["room"]
-    other = bundle.decide({"room": Choice(options[::-1])}, chat=COMMAND).answers["room"]
-    assert other.probabilities == pytest.approx(first.probabilities)
-
-
 def test_more_passes_answer_the_most_certain_question_first(bundle: Bundle) -> None:
     one = bundle.decide(QUESTIONS_OF_DEMO, chat=COMMAND)
     made = bundle.decide(QUESTIONS_OF_DEMO, chat=COMMAND, passes=3)
@@ -401,12 +386,6 @@ def test_more_passes_answer_the_most_certain_question_first(bundle: Bundle) -> N
     assert {name: each.probabilities for name, each in many.answers.items()} == {
         name: each.probabilities for name, each in made.answers.items()
     }
-
-
-def test_a_question_with_one_option_needs_no_pass(bundle: Bundle) -> None:
-    made = bundle.decide({"room": Choice(["kitchen"])}, chat=COMMAND)
-    assert made.answers["room"].probabilities == {"kitchen": 1.0}
-    assert made.nfe == 0
 
 
 def test_255_options(bundle: Bundle) -> None:

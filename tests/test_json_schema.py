@@ -5,7 +5,6 @@ keywords, warnings, and limits.
 from __future__ import annotations
 
 import http.server
-import itertools
 import json
 import random
 import re
@@ -236,27 +235,7 @@ def test_references_that_lead_nowhere_are_rejected(reference: str) -> None:
 
 # ---- Cases: a schema, values that its constraint allows, and values that it rejects ----
 
-NODE = {"S": {"$ref": "#/$defs/N", "maxLength": 3}, "N": {"type": "string"}}
 EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
-    "siblings of an intermediate reference": (
-        {"$ref": "#/$defs/S", "$defs": NODE},
-        ["", "abc"],
-        ["abcd", 1],
-    ),
-    "required beside a reference": (
-        {
-            "$ref": "#/$defs/x",
-            "required": ["b"],
-            "$defs": {"x": {"type": "object", "properties": {"a": {"const": 1}}}},
-        },
-        [{"a": 1, "b": 2}, {"b": None}],
-        [{"a": 1}, {"a": 2, "b": 2}],
-    ),
-    "type beside a reference": (
-        {"$ref": "#/$defs/x", "type": "string", "$defs": {"x": {"type": ["string", "integer"]}}},
-        ["a"],
-        [1],
-    ),
     "a nested $id": (
         {
             "properties": {
@@ -282,14 +261,6 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["x"],
     ),
     "an anchor": ({"$ref": "#y", "$defs": {"y": {"$anchor": "y", "type": "integer"}}}, [1], ["x"]),
-    "a boolean branch of anyOf": ({"type": "integer", "anyOf": [True]}, [1, -5], [{}, "x", 1.5]),
-    "a boolean branch of allOf": ({"type": "integer", "allOf": [True]}, [1], [{}, "x"]),
-    "boolean branches of oneOf": ({"type": "integer", "oneOf": [True, False]}, [1], [{}, "x"]),
-    "an intersection of numbers": (
-        {"type": ["number", "null"], "allOf": [{"type": ["integer", "string"]}]},
-        [1, 20],
-        [1.5, "x", None],
-    ),
     "an intersection of bounds": (
         {
             "type": "integer",
@@ -298,16 +269,6 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         },
         [5, 8],
         [3, 4, 9],
-    ),
-    "an intersection of lengths": (
-        {"type": "string", "minLength": 1, "allOf": [{"maxLength": 2}, {"minLength": 2}]},
-        ["ab"],
-        ["a", "abc"],
-    ),
-    "an intersection of values": (
-        {"enum": [1, 2, "a", [1]], "allOf": [{"enum": [2, "a", [1.0], 5]}]},
-        [2, "a", [1]],
-        [1, 5],
     ),
     "properties of several schemas": (
         {
@@ -322,14 +283,6 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"a": 2, "b": 0}],
         [{"a": 3}, {"b": 0}, {"a": 1, "c": 1}],
     ),
-    "a reference and an enum": (
-        {
-            "properties": {"a": {"enum": ["yes"], "allOf": [{"$ref": "#/$defs/y"}]}},
-            "$defs": {"y": {"enum": ["yes", "no"]}},
-        },
-        [{}, {"a": "yes"}],
-        [{"a": "no"}],
-    ),
     "an anyOf beside properties": (
         {
             "type": "object",
@@ -339,47 +292,7 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}],
         [{}, {"a": "x", "b": 1}],
     ),
-    "branches with other required properties": (
-        {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {name: {"const": 1}},
-                    "required": [name],
-                    "additionalProperties": False,
-                }
-                for name in "ab"
-            ]
-        },
-        [{"a": 1}, {"b": 1}],
-        [{}, {"a": 1, "b": 1}],
-    ),
-    "a value that a branch rejects": (
-        {"oneOf": [{"const": 1}, {"type": "integer", "minimum": 2}]},
-        [1, 2],
-        [0],
-    ),
     "true is not one": ({"oneOf": [{"const": 1}, {"const": True}]}, [1, True], [False, 0]),
-    "counts of properties": (
-        {
-            "properties": {"a": {"const": 1}, "b": {"const": 1}},
-            "minProperties": 1,
-            "maxProperties": 2,
-            "type": "object",
-        },
-        [{"a": 1}, {"a": 1, "b": 1}],
-        [{}],
-    ),
-    "a map with few properties": (
-        {
-            "type": "object",
-            "additionalProperties": {"const": 1},
-            "minProperties": 1,
-            "maxProperties": 2,
-        },
-        [{"x": 1}, {"x": 1, "y": 1}],
-        [{}, {"x": 1, "y": 1, "z": 1}],
-    ),
     "an exclusive bound of Draft 4": (
         {
             "$schema": DRAFT_4,
@@ -476,11 +389,6 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"k": "x", "v": "a"}, {"k": "y"}, {"k": "y", "v": 3}],
         [{"k": "x"}, {"k": "x", "v": 3}, {"k": "y", "v": "a"}],
     ),
-    "oneOf of overlapping branches": (
-        {"type": "integer", "oneOf": [{"minimum": 3}, {"maximum": 5}]},
-        [2, 6],
-        [3, 4, 5],
-    ),
     "dependent properties": (
         {
             "type": "object",
@@ -550,11 +458,6 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         },
         [{}, {"n": {}}, {"n": {"n": {}}}],
         [{"n": 1}],
-    ),
-    "a long enum in a branch": (
-        {"anyOf": [{"enum": ["x"]}, {"enum": [1]}], "type": "string"},
-        ["x"],
-        [1],
     ),
 }
 
@@ -721,25 +624,6 @@ def test_no_value_is_accepted_that_jsonschema_rejects(found: Any) -> None:
     assert [value for value in VALUES if accepts(texts, value) and not is_valid(found, value)] == []
 
 
-@settings(max_examples=30)
-@given(count=st.integers(1, 7), data=st.data())
-def test_properties_are_in_order_and_all_required_ones_are_there(
-    count: int, data: st.DataObject
-) -> None:
-    required = [name for name in "abcdefg"[:count] if data.draw(st.booleans())]
-    found = {
-        "type": "object",
-        "properties": {name: {"const": 1} for name in "abcdefg"[:count]},
-        "required": required,
-    }
-    texts = texts_of(found)
-    for size in range(count + 1):
-        for names in itertools.combinations("abcdefg"[:count], size):
-            text = json.dumps(dict.fromkeys(names, 1), separators=(",", ":"))
-            assert texts.matches(text) == (set(required) <= set(names))
-    assert not texts.matches('{"b":1,"a":1}')
-
-
 # ---- Misspelled keywords ----
 
 
@@ -776,6 +660,7 @@ def test_strings_are_cut_before_depths_where_the_automaton_would_be_too_large() 
     text: dict[str, Any] = {"type": "string", "maxLength": 9000}
     deep = {"type": "array", "items": {"type": "array", "items": {"type": "array"}}}
     found = {"type": "object", "properties": {"text": text, "deep": deep}}
+    # Two automata of the most states that are allowed take more than 5 s.
     with pytest.warns(SchemaWarning, match=r"^schema: strings of limited length have at most 2048"):
         texts = texts_of(found)
     assert accepts(texts, {"text": "x" * 2048, "deep": [[[]]]})

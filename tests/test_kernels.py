@@ -48,7 +48,6 @@ BUNDLES = (
     "llada-int8",
     "dream-int8",
     "llada-int4",
-    "dream-int4",
     "dream-nvfp4",
 )
 BY_ROWS = ("int8", "int4")  # precisions with one scale per row of activations
@@ -68,46 +67,26 @@ INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
 @pytest.fixture(scope="session")
-def row_bundles(
+def quantised_bundles(
     llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Build the bundles of ``BUNDLES`` with the precisions ``BY_ROWS``."""
+    recipes = {"int8": "int8", "int4": "int4-rtn", "nvfp4": "nvfp4-weight"}
+    checkpoints = {"llada": llada_checkpoint, "dream": dream_checkpoint}
     built = {}
-    for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
-        for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
-            name = f"{family}-{precision}"
-            built[name] = tmp_path_factory.mktemp(precision) / family
-            build_bundle(
-                checkpoint,
-                built[name],
-                BuildOptions(precision=recipe, check_parity=False, quantise=SMALL),
-            )
-    return built
-
-
-@pytest.fixture(scope="session")
-def nvfp4_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("nvfp4") / "dream"
-    build_bundle(
-        dream_checkpoint,
-        built,
-        BuildOptions(precision="nvfp4-weight", check_parity=False, quantise=SMALL),
-    )
+    for name in BUNDLES[2:]:
+        family, precision = name.split("-")
+        built[name] = tmp_path_factory.mktemp(precision) / family
+        options = BuildOptions(precision=recipes[precision], check_parity=False, quantise=SMALL)
+        build_bundle(checkpoints[family], built[name], options)
     return built
 
 
 @pytest.fixture(scope="session")
 def bundles(
-    llada_bundle: Path, dream_bundle: Path, row_bundles: dict[str, Path], nvfp4_bundle: Path
+    llada_bundle: Path, dream_bundle: Path, quantised_bundles: dict[str, Path]
 ) -> dict[str, Path]:
     """The bundles of ``BUNDLES``. Tests must not change them."""
-    found = {
-        "llada-fp32": llada_bundle,
-        "dream-fp32": dream_bundle,
-        **row_bundles,
-        "dream-nvfp4": nvfp4_bundle,
-    }
-    return {name: found[name] for name in BUNDLES}
+    return {"llada-fp32": llada_bundle, "dream-fp32": dream_bundle, **quantised_bundles}
 
 
 def choices(bundle: Path) -> list[str]:
@@ -206,40 +185,6 @@ def test_any_shape_of_a_pass_fits_the_kernels(
         assert len(opened.time_passes(len(tokens), cached, len(rows), 1)) == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "cache", "score"),
-    [
-        ("llada", "none", "margin"),
-        ("llada", "dual", "confidence"),
-        ("dream", "prefix", "entropy"),
-        ("dream", "dual", "confidence"),
-    ],
-)
-def test_kernels_fill_a_canvas_as_the_functions_do(
-    bundles: dict[str, Path],
-    family: str,
-    cache: str,
-    score: str,
-    kernels: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def generate() -> list[int]:
-        with dlm_runtime.open(bundles[f"{family}-fp32"], threads=1) as opened:
-            policy = {
-                "block_length": 8,
-                "commit": "static",
-                "steps_per_block": 4,
-                "cache": cache,
-                "score": score,
-                "stop": "none",
-            }
-            return opened.generate(tokens=[3, 1, 4, 1, 5], max_new_tokens=32, **policy).tokens
-
-    by_kernels = generate()
-    monkeypatch.setenv("DLM_KERNELS", "none")
-    assert by_kernels == generate()
-
-
 @pytest.mark.parametrize("name", BUNDLES)
 def test_number_of_threads_does_not_change_a_bit(
     bundles: dict[str, Path], name: str, kernels: str
@@ -272,22 +217,6 @@ def test_fastest_kernels_are_taken_unless_others_are_named(
             monkeypatch.setenv("DLM_KERNELS", name)
         with dlm_runtime.open(llada_bundle) as opened:
             assert opened.engine.endswith("(CPU)" if found == "none" else f"(CPU, {found})")
-
-
-def test_without_kernels_the_graph_is_what_onnxruntime_makes_of_it(
-    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DLM_KERNELS", "none")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    tokens = list(range(40))
-    for name, bundle in bundles.items():
-        plain = onnxruntime.InferenceSession(
-            bundle / GRAPH, options, providers=["CPUExecutionProvider"]
-        )
-        expected = np.asarray(plain.run(["logits"], feeds_of(bundle, tokens, tokens))[0])[0]
-        with dlm_runtime.open(bundle, threads=1) as opened:
-            assert (opened.logits(tokens) == expected).all(), name
 
 
 @pytest.mark.parametrize("name", ["abacus", "AVX2", "avx2 ", "avx512-vnni,none", "x" * 10_000])
@@ -439,34 +368,26 @@ GATE, MERGED, INT4, NVFP4 = "Int8GatedLinear", "Int8Linear3", "Int4Linear", "NVF
 NORMED, WINDOWED = "NormedCachedAttention", "WindowCachedAttention"
 LIES: dict[str, tuple[str, Edit]] = {
     "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
-    "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
     "no columns": ("Int8Linear", _attribute("Int8Linear", "columns", [0])),
-    "negative columns": ("Int8Linear", _attribute("Int8Linear", "columns", [-64])),
     "columns beyond all memory": (
         "Int8Linear",
         _attribute("Int8Linear", "columns", [(1 << 63) - 1]),
     ),
     "two numbers of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [64, 64])),
-    "no number of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [])),
     "columns missing": ("Int8Linear", _attribute("Int8Linear", "columns", None)),
-    "columns a text": ("Int8Linear", _attribute("Int8Linear", "columns", "64")),
-    "columns of one of three": (MERGED, _attribute(MERGED, "columns", [64])),
     "a third of other columns": (MERGED, _attribute(MERGED, "columns", [64, 64, 30])),
     "gate and up differ": (GATE, _attribute(GATE, "columns", [96, 95])),
     "panels in another order": ("Int8Linear", _reshaped("Int8Linear", 1, 16, 2, 32, 4)),
     "panels of 16 columns": ("Int8Linear", _reshaped("Int8Linear", 1, 4, 16, 16, 4)),
     "panels in a row": ("Int8Linear", _reshaped("Int8Linear", 1, 2 * 16 * 32 * 4)),
-    "panels of five dimensions": ("Int8Linear", _reshaped("Int8Linear", 1, 1, 2, 16, 32, 4)),
     "panels of nothing": ("Int8Linear", _panels(2, 0, 32, 4)),
     "panels of another number": (
         "Int8Linear",
         _replaced("Int8Linear", 1, np.zeros((2, 16, 32, 4), np.int8)),
     ),
     "scales too few": ("Int8Linear", _cut("Int8Linear", 2, 32)),
-    "one scale": ("Int8Linear", _cut("Int8Linear", 2)),
     "an input of another width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 68)),
     "an odd input": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 62)),
-    "an input of no width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 0)),
     "an input and panels of no width": (
         "Int8Linear",
         _both(_cut("Int8Linear", 0, 1, 3, 0), _panels(2, 0, 32, 4)),
@@ -476,40 +397,30 @@ LIES: dict[str, tuple[str, Edit]] = {
         _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4)),
     ),
     "an input that is one number": ("Int8Linear", _cut("Int8Linear", 0)),
-    "an input of six dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 1, 3, 64)),
     "fewer INT4 columns than panels": (INT4, _attribute(INT4, "columns", [32])),
     "INT4 columns of one of three": ("Int4Linear3", _attribute("Int4Linear3", "columns", [64])),
     "groups of no inputs": (INT4, _attribute(INT4, "group_size", 0)),
-    "groups of a negative number": (INT4, _attribute(INT4, "group_size", -32)),
     "groups of an odd number": (INT4, _attribute(INT4, "group_size", 12)),
-    "groups of half as many inputs": (INT4, _attribute(INT4, "group_size", 16)),
     "groups of twice as many inputs": (INT4, _attribute(INT4, "group_size", 64)),
     "groups beyond all inputs": (INT4, _attribute(INT4, "group_size", (1 << 63) - 8)),
     "group size missing": (INT4, _attribute(INT4, "group_size", None)),
     "INT4 panels as those of INT8": (INT4, _replaced(INT4, 1, np.zeros((2, 16, 32, 4), np.uint8))),
-    "INT4 panels of nothing": (INT4, _replaced(INT4, 1, np.zeros((2, 0, 32, 4), np.uint8))),
     "INT4 scales as those of INT8": (INT4, _cut(INT4, 2, 64)),
     "INT4 scales in another order": (INT4, _cut(INT4, 2, 2, 32, 2)),
     "an INT4 input of another width": (INT4, _cut(INT4, 0, 1, 3, 72)),
     "an INT4 input of half a byte's": (INT4, _cut(INT4, 0, 1, 3, 60)),
-    "an INT4 input of no width": (INT4, _cut(INT4, 0, 1, 3, 0)),
     "fewer NVFP4 columns than panels": (NVFP4, _attribute(NVFP4, "columns", [32])),
-    "no NVFP4 columns": (NVFP4, _attribute(NVFP4, "columns", [0])),
     "NVFP4 columns beyond all memory": (NVFP4, _attribute(NVFP4, "columns", [(1 << 63) - 1])),
     "NVFP4 panels of another width": (NVFP4, _reshaped(NVFP4, 1, 4, 64, 8)),
-    "NVFP4 panels of nothing": (NVFP4, _replaced(NVFP4, 1, np.zeros((2, 0, 16), np.uint8))),
     "NVFP4 scales in another order": (NVFP4, _reshaped(NVFP4, 2, 4, 2, 32)),
     "an NVFP4 scale for each panel": (NVFP4, _cut(NVFP4, 3, 2)),
     "an NVFP4 input of another width": (NVFP4, _cut(NVFP4, 0, 1, 3, 48)),
     "an NVFP4 input that groups do not divide": (NVFP4, _cut(NVFP4, 0, 1, 3, 60)),
-    "an NVFP4 input of no width": (NVFP4, _cut(NVFP4, 0, 1, 3, 0)),
     "heads that kv_heads do not divide": (
         "CachedAttention",
         _attribute("CachedAttention", "kv_heads", 3),
     ),
     "no heads": ("CachedAttention", _attribute("CachedAttention", "heads", 0)),
-    "no kv_heads": ("CachedAttention", _attribute("CachedAttention", "kv_heads", 0)),
-    "negative heads": ("CachedAttention", _attribute("CachedAttention", "heads", -4)),
     "heads beyond all memory": ("CachedAttention", _attribute("CachedAttention", "heads", 1 << 62)),
     "heads missing": ("CachedAttention", _attribute("CachedAttention", "heads", None)),
     "twice the heads": ("CachedAttention", _attribute("CachedAttention", "heads", 8)),
@@ -521,13 +432,9 @@ LIES: dict[str, tuple[str, Edit]] = {
         "CachedAttention",
         _both(_cut("CachedAttention", 6, 256, 0), _cut("CachedAttention", 7, 256, 0)),
     ),
-    "cos of too few rows": ("CachedAttention", _cut("CachedAttention", 6, 3, 8)),
-    "sin of too few rows": ("CachedAttention", _cut("CachedAttention", 7, 3, 8)),
     "cos of another head size": ("CachedAttention", _cut("CachedAttention", 6, 256, 4)),
-    "cos of nothing": ("CachedAttention", _cut("CachedAttention", 6, 256, 0)),
     "cos in a row": ("CachedAttention", _cut("CachedAttention", 6, 2048)),
     "keys of another length": ("CachedAttention", _cut("CachedAttention", 1, 1, 2, 64)),
-    "values that are one number": ("CachedAttention", _cut("CachedAttention", 2)),
     "past values of other rows": ("CachedAttention", _cut("CachedAttention", 4, 1, 4, 7, 16)),
     "positions behind the tables": (
         "CachedAttention",
@@ -553,29 +460,19 @@ LIES: dict[str, tuple[str, Edit]] = {
         "CachedAttention",
         _replaced("CachedAttention", 8, np.array([[0, 1 << 40, 0, 3]])),
     ),
-    "segments in a row": (
-        "CachedAttention",
-        _replaced("CachedAttention", 8, np.array([0, 0, 0, 3])),
-    ),
     "blocks of no tokens": ("BlockCachedAttention", _by_blocks(0)),
-    "blocks of a negative number": ("BlockCachedAttention", _by_blocks(-4)),
     "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
-    "blocks of a text": ("BlockCachedAttention", _by_blocks("4")),
     "blocks missing": ("BlockCachedAttention", _by_blocks(None)),
     "a window of no tokens": (WINDOWED, _by_window(0)),
-    "a window of a negative number": (WINDOWED, _by_window(-4)),
     "a window beyond all positions": (WINDOWED, _by_window(1 << 40)),
-    "a window of a text": (WINDOWED, _by_window("4")),
     "a window missing": (WINDOWED, _by_window(None)),
     "norms of another head size": (NORMED, _by_norms(1e-5, (16,), (8,))),
     "norms of each head": (NORMED, _by_norms(1e-5, (4, 16), (4, 16))),
     "norms of a negative epsilon": (NORMED, _by_norms(-1.0, (16,), (16,))),
-    "norms of an epsilon that is a text": (NORMED, _by_norms("1", (16,), (16,))),
     "norms without epsilon": (NORMED, _by_norms(None, (16,), (16,))),
     "a sum of another shape": ("AddNorm", _cut("AddNorm", 1, 1, 1, 64)),
     "a sum of numbers": ("AddNorm", _both(_cut("AddNorm", 0), _cut("AddNorm", 1))),
     "a sum's norm of another width": ("AddNorm", _cut("AddNorm", 2, 65)),
-    "a sum's norm of one weight": ("AddNorm", _cut("AddNorm", 2)),
     "a sum's norm without epsilon": ("AddNorm", _attribute("AddNorm", "epsilon", None)),
     "a sum's norm of a negative epsilon": ("AddNorm", _attribute("AddNorm", "epsilon", -1.0)),
     "more turned than a head has": (
@@ -586,7 +483,6 @@ LIES: dict[str, tuple[str, Edit]] = {
     "a bias for each row": ("Candidates", _cut("Candidates", 1, 1, 160)),
     "logits of one token": ("Candidates", _cut("Candidates", 0, 1, 3, 1)),
     "logits in a table": ("Candidates", _cut("Candidates", 0, 3, 160)),
-    "logits that are one number": ("Candidates", _cut("Candidates", 0)),
 }
 
 

@@ -4,9 +4,7 @@ simple arithmetic.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 import dlm_runtime
 from dlm_export.network.commit_rules import choose
-from dlm_export.network.loop_random import philox, random_score
+from dlm_export.network.loop_random import philox
 from dlm_export.network.loop_scores import score_of
 from dlm_export.network.loop_turns import timestep_count, transfer_counts
 from dlm_runtime import (
@@ -29,7 +27,6 @@ from dlm_runtime import (
     RequestError,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "loop.json"
 COMMITS = ("static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential")
 CACHES = ("none", "prefix", "dual")
 
@@ -60,7 +57,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {"tokens": tokens, "max_new_tokens": new}
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(policy=policies, request=requests(), shift=st.integers(0, 1))
 def test_every_run_fills_the_canvas_keeps_what_was_given_and_counts_its_passes(
     policy: Policy, request: dict[str, Any], shift: int
@@ -179,7 +176,7 @@ scores = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     scores=scores,
     commit=st.sampled_from([c for c in COMMITS if c != "timestep"]),
@@ -213,7 +210,7 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
     assert first_commit(scores, policy, steps) == np.flatnonzero(wanted).tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5])
 )
@@ -232,7 +229,7 @@ def test_native_timestep_schedule_equals_the_references(
     assert step <= steps
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     masked=st.integers(1, 2048),
@@ -246,15 +243,6 @@ def test_the_timestep_schedule_is_that_of_torchs_linspace(
     t = torch.linspace(1, eps, steps + 1)
     wanted = masked if step == steps - 1 else max(1, int(masked * (1 - t[step + 1] / t[step])))
     assert timestep_count(masked, step, steps, eps) == wanted
-
-
-@given(masked=st.integers(0, 500), steps=st.integers(1, 500))
-def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
-    counts = transfer_counts(masked, steps)
-    assert sum(counts) == masked
-    assert len(counts) == steps
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] - counts[-1] <= 1
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -306,22 +294,6 @@ def test_philox_gives_the_published_vectors() -> None:
     assert philox(0x299F31D0A4093822, pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-@settings(max_examples=40)
-@given(seed=st.integers(0, 2**64 - 1), length=st.integers(2, 40))
-def test_random_order_follows_the_seed(seed: int, length: int) -> None:
-    denoiser = ArithmeticDenoiser()
-    policy = Policy(score="random", block_length=0, seed=seed)
-    event = next(
-        iter(
-            denoiser.bundle.stream(
-                tokens=[], max_new_tokens=length, steps=length, **policy.as_dict()
-            )
-        )
-    )
-    first = max(range(length), key=lambda i: random_score(seed, 0, i))
-    assert [i for i, token in enumerate(event.canvas) if token != 39] == [first]
-
-
 def test_blocks_after_one_with_an_end_token_are_not_run() -> None:
     calls: list[int] = []
 
@@ -338,15 +310,6 @@ def test_blocks_after_one_with_an_end_token_are_not_run() -> None:
             bundle.generate(tokens=[1], max_new_tokens=32, block_length=4, steps=8, stop="none").nfe
             == 8
         )
-
-
-def test_steps_are_split_evenly_over_the_blocks() -> None:
-    denoiser = ArithmeticDenoiser()
-    blocks = [
-        e.block
-        for e in denoiser.bundle.stream(tokens=[1], max_new_tokens=40, block_length=16, steps=8)
-    ]
-    assert blocks == [(1, 17)] * 3 + [(17, 33)] * 3 + [(33, 41)] * 2
 
 
 @pytest.mark.parametrize(("refresh", "opening"), [(0, (0, 10)), (2, (2, 10))])
@@ -513,36 +476,3 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
         match=r"unknown policy field 'tresholds': did you mean threshold\? Known are select",
     ):
         bundle.policy(tresholds=0.5)
-
-
-def golden_runs() -> dict[str, dict[str, Any]]:
-    """Run every commit rule with every cache on the arithmetic denoiser.
-
-    ``python tests/test_loop.py`` writes the results to the golden file.
-    """
-    runs = {}
-    for commit in COMMITS:
-        for cache in CACHES:
-            for shift in (0, 1):
-                bundle = ArithmeticDenoiser(shift=shift, eos=5).bundle
-                policy = Policy(
-                    commit=commit,
-                    cache=cache,
-                    block_length=8,
-                    threshold=0.6,
-                    entropy_bound=0.5,
-                    stop="none",
-                )
-                out = bundle.generate(
-                    tokens=[1, 2, 3], max_new_tokens=20, steps=12, **policy.as_dict()
-                )
-                runs[f"{commit}, {cache}, shift {shift}"] = {"tokens": out.tokens, "nfe": out.nfe}
-    return runs
-
-
-def test_canvases_are_those_of_the_golden_file() -> None:
-    assert golden_runs() == json.loads(GOLDEN.read_text())
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(golden_runs()).replace("}, ", "},\n") + "\n")

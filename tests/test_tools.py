@@ -122,15 +122,6 @@ def test_a_system_message_that_the_template_leaves_out_is_refused() -> None:
         made.close()
 
 
-@pytest.mark.parametrize(
-    "chat",
-    ["hello", [], {"role": "user", "content": "a"}, [{"content": "a"}], [{"role": "user"}], [7]],
-)
-def test_what_is_no_conversation_is_refused(tokenizer: Tokenizer, chat: Any) -> None:
-    with pytest.raises(RequestError, match=r"^chat: "):
-        tokenizer.encode_chat(chat)
-
-
 # ---- Allowed texts ----
 
 ONE, OTHER = (
