@@ -104,7 +104,7 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 4,
         "num_experts": 8,
         "num_experts_per_tok": 3,
-        "expert_intermediate_size": 40,
+        "expert_intermediate_size": 64,
         "dense_intermediate_size": 96,
         "shared_expert_intermediate_size": None,
         "moe_layer_freq": [1, 1],
@@ -370,12 +370,12 @@ def llada2_config(**changes: Any) -> dict[str, Any]:
         "architectures": ["LLaDA2MoeModelLM"],
         "model_type": "llada2_moe",
         "hidden_size": 64,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "intermediate_size": 96,
-        "moe_intermediate_size": 40,
+        "moe_intermediate_size": 64,
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "num_shared_experts": 1,
@@ -409,7 +409,7 @@ def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
     mixture = {
         "num_experts": 8,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
+        "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     }
     further = {

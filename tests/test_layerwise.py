@@ -94,7 +94,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         ("llada", "int8", "cpu", None),
         ("llada", "nvfp4", "rtx5090", "bf16"),
         ("a2d", "nvfp4", "cpu", None),
-        ("a2d", "mixed", "rtx5090", "fp16"),
+        pytest.param("a2d", "mixed", "rtx5090", "fp16", marks=pytest.mark.slow),
     ],
     indirect=["checkpoint"],
 )

@@ -82,7 +82,7 @@ def random_config(seed: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_causal_and_draft_logits_equal_those_of_ministral_3(tmp_path: Path, seed: int) -> None:
     config = random_config(seed)
     ours, theirs = denoiser_of(tmp_path, config, seed), ministral(tmp_path, config)
@@ -125,13 +125,12 @@ def denoiser(tmp_path_factory: pytest.TempPathFactory) -> Denoiser:
 
 def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> None:
     policy = PRESETS["self-speculation"]
-    for number in range(8):
+    for number, block_length in enumerate((1, 2, 5, 0)):
         draw = random.Random(number)
         tokens = [draw.randrange(150) for _ in range(draw.randint(1, 40))]
-        wanted = greedy(denoiser, tokens, 30)
-        for block_length in (1, 2, 5, 0):
-            changed = policy.with_fields({"block_length": block_length})
-            assert reference.generate(denoiser, tokens, changed, 30).tokens == wanted
+        changed = policy.with_fields({"block_length": block_length})
+        found = reference.generate(denoiser, tokens, changed, 30)
+        assert found.tokens == greedy(denoiser, tokens, 30)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def random_prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(150) for _ in range(draw.randint(1, 40))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("count", slow_except([50], [50, 200]))
+@pytest.mark.parametrize("count", slow_except([20], [20, 200]))
 def test_self_speculation_equals_greedy_decoding(
     bundle: Bundle, denoiser: Denoiser, count: int
 ) -> None:
@@ -178,12 +177,12 @@ def test_self_speculation_equals_greedy_decoding(
 
 
 @pytest.mark.parametrize("preset", ["self-speculation", "autoregressive", "nemotron-diffusion"])
-@pytest.mark.parametrize("changes", [{}, {"stop": "none"}, {"block_length": 5}], ids=str)
+@pytest.mark.parametrize("changes", [{"stop": "none"}, {"block_length": 5}], ids=str)
 def test_the_native_loop_equals_the_reference(
     bundle: Bundle, denoiser: Denoiser, preset: str, changes: dict[str, Any]
 ) -> None:
     policy = PRESETS[preset].with_fields(changes)
-    for tokens in random_prompts(12):
+    for tokens in random_prompts(6):
         seen: list[Canvas] = []
         wanted = reference.generate(denoiser, tokens, policy, 20, on_step=seen.append)
         events = list(bundle.stream(tokens=tokens, max_new_tokens=20, **policy.as_dict()))
@@ -218,7 +217,7 @@ def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
 def test_engines_that_take_one_shape_a_pass_verify_too(denoiser: Denoiser) -> None:
     policy = PRESETS["self-speculation"]
     with under_native_loop(denoiser) as native:
-        for tokens in random_prompts(8):
+        for tokens in random_prompts(4):
             out = native.generate(tokens=tokens, max_new_tokens=16, **policy.as_dict())
             assert out.tokens == greedy(denoiser, tokens, 16)
 
@@ -287,12 +286,3 @@ def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any])
 def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
     calls = bundle.manifest["kernels"]["calls"]
     assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]
-
-
-RELEASES = {
-    # For each release: hidden size, layers, MLP size and parameters. The sizes of 14B are those of
-    # Ministral 3 14B.
-    "3B": (3072, 26, 9216, 3_831_659_520),
-    "8B": (4096, 34, 14336, 8_489_553_920),
-    "14B": (5120, 40, 16384, 13_506_073_600),
-}
