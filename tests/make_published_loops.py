@@ -2,7 +2,8 @@
 decoding loops.
 
 The code of the published loops is not part of this repository. Download the files, and pass their
-paths. If you do not pass a loop's path, the traces of this loop do not change:
+paths. The script runs the requests in the file again. If you do not pass a loop's path, the traces of
+this loop do not change. To add a request, add an object without tokens and passes to the file:
 
     python tests/make_published_loops.py --sdar FILE --stable-diffcoder FILE
 
@@ -46,18 +47,16 @@ from published import END, MASK, VOCABULARY, prompt_of, random_network
 from torch import Tensor
 
 GOLDEN = Path(__file__).parent / "golden" / "published_loops.json"
+MADE = ("seed", "tokens", "passes")
+"""The fields of a request in the golden file that the script writes. The other fields are the request."""
 CLOSE = 1e-4
 """Two logits or scores that differ by less than this are close."""
 
 
 class UnsuitableError(Exception):
-    """Raised if a loop's decision is close or the authors' code fails. The request is then repeated
-    with new random weights.
+    """Raised if a loop's decision is close, the authors' code fails, or SDAR's sampler would replace a
+    token that is already decided. The request is then repeated with new random weights.
     """
-
-
-class KnownTokenError(Exception):
-    """Raised if SDAR's sampler would replace a token that is already decided."""
 
 
 class Network:
@@ -319,7 +318,7 @@ def run_sdar(
     def checked(values: Tensor, count: Any) -> Any:
         found = topk(values, int(count))
         if bool(found.values.isneginf().any()):
-            raise KnownTokenError
+            raise UnsuitableError
         return found
 
     torch.multinomial = lambda probs, num_samples: probs.argmax(-1, keepdim=True)
@@ -538,74 +537,6 @@ def run_d3llm_dream(
     return found
 
 
-def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Return the requests, as tuples (family, prompt length, number of new tokens, options)."""
-    found: list[tuple[str, int, int, dict[str, Any]]] = []
-    for block, steps in ((4, 4), (4, 2), (4, 3), (8, 3), (8, 5)):
-        for length in (1, block - 1, block, block + 2, 2 * block + 3):
-            new = -(-(length + block) // block) * block - length + block
-            for strategy in ("low_confidence_dynamic", "low_confidence_static", "sequential"):
-                options = {"block": block, "steps": steps, "strategy": strategy, "threshold": 0.6}
-                found.append(("sdar", length, new, options))
-            options = {"block": block, "steps": steps, "threshold": 0.6}
-            found.append(("llada2", length, new, options))
-    for length in (3, 6):  # requests whose text ends before the last block
-        options = {"block": 4, "steps": 4, "strategy": "low_confidence_dynamic", "threshold": 0.6}
-        found.append(("sdar", length, 16 - length, options | {"ends": True}))
-        del options["strategy"]
-        found.append(("llada2", length, 16 - length, options | {"ends": True}))
-    for length, edit_threshold, edit_passes in (
-        (1, 0.5, 16),
-        (3, 0.8, 16),
-        (4, 0.0, 3),
-        (6, 0.3, 0),
-        (9, 0.5, 2),
-        (13, 0.9, 16),
-    ):
-        for threshold in (0.3, 0.6):
-            options = {"block": 8, "edit_threshold": edit_threshold, "edit_passes": edit_passes}
-            new = -(-length // 8) * 8 + 16 - length
-            found.append(("llada2.1", length, new, options | {"threshold": threshold}))
-    for block, sub_block in ((8, 4), (8, 2), (16, 4)):
-        for length in (1, 3, block - 2, block + 4, block + 5, 2 * block, 2 * block + 7):
-            for block_cache in (False, True):
-                options = {"block": block, "sub_block": sub_block, "threshold": 0.6}
-                options["block_cache"] = block_cache
-                found.append(("fast-dllm-v2", length, 2 * block, options))
-    for length, new in ((1, 9), (5, 16)):
-        for steps in (1, 3, 7, 11, 15, 20):
-            for end in (True, False):
-                found.append(("rnd1", length, new, {"steps": steps, "end": end, "pad": 3}))
-    for block, steps in ((4, 4), (8, 8), (4, 2), (8, 3)):
-        for length in (1, block - 1, block, block + 2, 2 * block + 3):
-            for threshold in (0.6, None) if steps == block else (None,):
-                options = {"block": block, "steps": steps, "threshold": threshold}
-                found.append(("stable-diffcoder", length, 2 * block, options))
-    for block in (4, 7):
-        for length in (1, 6, 8):
-            for threshold in (0.0, 0.3, 0.6):
-                for new in (2 * block, 2 * block + 3):
-                    found.append(("wedlm", length, new, {"block": block, "threshold": threshold}))
-    for family in ("d3llm", "d3llm-dream"):
-        for block, next_block in ((4, 0.1), (4, 0.5), (8, 0.25), (8, 0.0), (4, 0.9)):
-            for length in (1, 6):
-                for threshold in (0.5, 2.0):
-                    options = {"block": block, "next_block": next_block, "threshold": threshold}
-                    found.append((family, length, 4 * block, options))
-                found.append((family, length, 4 * block, options | {"ends": True}))
-    for block, next_block in ((4, 0.1), (4, 0.5), (8, 0.25), (4, 0.9)):
-        for length in (1, 6):
-            for delay, interval in ((0, 0), (1, 0), (2, 0), (2, 3), (1, 4), (0, 2), (5, 0)):
-                options = {"block": block, "next_block": next_block, "threshold": 2.0}
-                options |= {"delay": delay, "interval": interval}
-                found.append(("d3llm-cached", length, 16 + block, options))
-            found.append(("d3llm-cached", length, 16 + block, options | {"ends": True}))
-    for length in (3, 8):
-        options = {"block": 4, "steps": 4, "threshold": 0.6, "ends": True}
-        found.append(("stable-diffcoder", length, 12, options))
-    return found
-
-
 RUNS: dict[str, tuple[type[Network], Run]] = {
     "sdar": (Network, run_sdar),
     "llada2": (Network, run_llada2),
@@ -641,40 +572,34 @@ def main() -> None:
     for family in RUNS:
         parser.add_argument(f"--{family}", dest=family, type=Path, metavar="FILE")
     paths = vars(parser.parse_args())
-    kept = [trace for trace in json.loads(GOLDEN.read_text()) if paths[trace["family"]] is None]
-    traces: list[dict[str, Any]] = kept
-    left_out = 0
-    for family, length, new, options in requests():
-        if paths[family] is None:
-            continue
-        make, run = RUNS[family]
-        code = load(paths[family])
-        for seed in range(200):
-            shift = int(family in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
-            network = make(options.get("block", 0), shift, seed, options.get("threshold"))
-            prompt = prompt_of(length, seed)
-            try:
-                with torch.no_grad():
-                    tokens = run(code, network, prompt, new, options)
-                if (
-                    options.get("ends")
-                    and END not in tokens[length : length + new - options["block"]]
-                ):
-                    raise UnsuitableError
-            except UnsuitableError:
-                continue
-            except KnownTokenError:
-                left_out += 1
-                break
-            trace = {"family": family, "prompt": length, "new": new, "seed": seed} | options
-            traces.append(trace | {"tokens": tokens, "passes": network.passes})
-            break
-        else:
-            raise SystemExit(f"every seed is close: {family}, {length}, {new}, {options}")
+    traces = [
+        trace if paths[trace["family"]] is None else made(trace, load(paths[trace["family"]]))
+        for trace in json.loads(GOLDEN.read_text())
+    ]
     lines = ",\n".join(json.dumps(trace, separators=(",", ":")) for trace in traces)
     GOLDEN.write_text(f"[\n{lines}\n]\n")
     print(f"{len(traces)} requests, {GOLDEN.stat().st_size} bytes")
-    print(f"left out {left_out} requests in which SDAR's sampler replaces a known token")
+
+
+def made(request: dict[str, Any], code: ModuleType) -> dict[str, Any]:
+    """Run a request of the golden file again. Returns it with its seed, tokens and passes."""
+    options = {name: value for name, value in request.items() if name not in MADE}
+    family, length, new = (options.pop(name) for name in ("family", "prompt", "new"))
+    make, run = RUNS[family]
+    for seed in range(200):
+        shift = int(family in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
+        network = make(options.get("block", 0), shift, seed, options.get("threshold"))
+        prompt = prompt_of(length, seed)
+        try:
+            with torch.no_grad():
+                tokens = run(code, network, prompt, new, options)
+        except UnsuitableError:
+            continue
+        if options.get("ends") and END not in tokens[length : length + new - options["block"]]:
+            continue
+        trace = {"family": family, "prompt": length, "new": new, "seed": seed} | options
+        return trace | {"tokens": tokens, "passes": network.passes}
+    raise SystemExit(f"every seed is close: {request}")
 
 
 if __name__ == "__main__":
