@@ -60,13 +60,6 @@ def test_with_equal_requests_one_at_a_time_the_wait_is_that_of_pollaczek_and_khi
     assert found.mean() == pytest.approx(10 + 10 * load / (2 * (1 - load)), rel=0.05)
 
 
-def test_with_very_different_requests_the_wait_is_longer() -> None:
-    # Requests of 1 and 9 passes that run one after the other: an M/G/1 queue.
-    found = simulate(Service((1, 9), ((1.0, 10.0),)), 1, 0.5 * 20, 60_000)
-    mean, square = 50.0, (10.0**2 + 90.0**2) / 2
-    assert found.mean() == pytest.approx(mean + 0.01 * square / (2 * 0.5), rel=0.08)
-
-
 def test_a_replica_completes_as_many_requests_as_fill_its_passes() -> None:
     assert SHARED.most_per_s(16) == pytest.approx(4 / 16 * 1000 / 3)
     assert SHARED.most_per_s(1) == pytest.approx(1 / 10 * 1000 / 3)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from checkpoints import dream_config, llada_config, write_checkpoint
 from denoisers import load, under_native_loop
-from slow_cases import slow_except
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
@@ -71,13 +70,11 @@ LOOPS: dict[str, dict[str, Any]] = {
         "steps": 6,
         "cache": "prefix",
     },
-    "static, dual cache": {"preset": "llada", "block_length": 8, "steps": 9, "cache": "dual"},
     "sequential": {"preset": "llada", "block_length": 8, "steps": 12, "commit": "sequential"},
     "dream, entropy": {"preset": "dream", "steps": 10},
     "dream, margin": {"preset": "dream", "steps": 10, "score": "margin"},
     "dream, maskgit_plus": {"preset": "dream", "steps": 10, "score": "maskgit_plus"},
     "dream without draws": {"preset": "dream", "steps": 10, "temperature": 0.0},
-    "llada, drawn": {"preset": "llada", "block_length": 8, "temperature": 1.0, "seed": 5},
     "llada, drawn, random order": {
         "preset": "llada",
         "block_length": 8,
@@ -149,13 +146,6 @@ LOOPS: dict[str, dict[str, Any]] = {
         "threshold": 0.3,
         "refresh": 10,
     },
-    "dual cache, refresh, odd blocks": {
-        "preset": "llada",
-        "block_length": 7,
-        "steps": 9,
-        "cache": "dual",
-        "refresh": 9,
-    },
     "prefix cache, refresh": {
         "preset": "fast-dllm",
         "block_length": 5,
@@ -220,7 +210,7 @@ def test_whole_canvases_and_nfe_equal_the_reference(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
     pair = pairs[family]
-    for tokens in prompts(pair.denoiser, 3):
+    for tokens in prompts(pair.denoiser, 1):
         wanted = expected(pair.denoiser, pair.bundle, tokens, loop)
         out = pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop)
         assert out.tokens == wanted.tokens
@@ -242,8 +232,7 @@ BATCHED = (
 )
 
 
-@pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize(("name", "family"), [*zip(BATCHED, itertools.cycle(("llada", "dream")))])
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, name: str
 ) -> None:
@@ -280,8 +269,7 @@ def test_a_batch_equals_the_reference_request_by_request(
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("refresh", [0, 6])
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize(("family", "refresh"), [("llada", 0), ("dream", 6)])
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
@@ -294,7 +282,7 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     policy = PRESETS["llada"].with_fields(
         {"cache": cache, "refresh": refresh, "block_length": 5, "stop": "none"}
     )
-    for given in prompts(pair.denoiser, 3, 34):
+    for given in prompts(pair.denoiser, 2, 34):
         tokens = [
             mask if i >= 4 and not 9 <= i < 15 and i % 5 not in (0, 3) else token
             for i, token in enumerate(given)
@@ -302,18 +290,6 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
         wanted = reference.generate(pair.denoiser, tokens, policy, 9, steps=0)
         out = pair.bundle.generate(tokens=tokens, max_new_tokens=9, **policy.as_dict())
         assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
-
-
-def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
-    """If all ``LOOPS`` gave equal results, other tests could not detect a wrong policy."""
-    pair = pairs["llada"]
-    tokens = prompts(pair.denoiser, 1)[0]
-    nfe = {
-        name: pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop).nfe
-        for name, loop in LOOPS.items()
-    }
-    assert len(set(nfe.values())) >= 6, nfe
-    assert nfe["threshold, dual cache"] < NEW_TOKENS
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -357,10 +333,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_except(["dream, tied head, full heads"], SHAPES),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None:
     config, options = SHAPES[name]
     report = build(
@@ -386,7 +360,7 @@ def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path)
         assert bundle.mask_token_id not in out.tokens
 
 
-def test_graph_is_checked_named_and_addressable(llada_bundle: Path) -> None:
+def test_the_graph_is_checked_named_and_projects_scored_rows_only(llada_bundle: Path) -> None:
     path = llada_bundle / graph.GRAPH_FILE
     onnx.checker.check_model(str(path), full_check=False)
     model = onnx.load(str(path), load_external_data=False)
@@ -411,10 +385,6 @@ def test_graph_is_checked_named_and_addressable(llada_bundle: Path) -> None:
     assert (kinds.count("RMSNormalization"), kinds.count("AddNorm")) == (1, 4)
     weights = {initializer.name: initializer for initializer in model.graph.initializer}
     assert weights["blocks.1.mlp.down.weight"].data_location == onnx.TensorProto.EXTERNAL
-
-
-def test_head_runs_on_scored_rows_only(llada_bundle: Path) -> None:
-    model = onnx.load(str(llada_bundle / graph.GRAPH_FILE), load_external_data=False)
     by_output = {name: node for node in model.graph.node for name in node.output}
     head = next(node for node in model.graph.node if "head.weight" in node.input)
     assert by_output[head.input[0]].op_type == "GatherElements"

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from networks import make_network
 
 import dlm_runtime
-from dlm_calibration.precisions import RECIPES
 from dlm_export.build import build
 from dlm_export.building import request
 from dlm_export.building.options import BuildOptions
@@ -51,7 +50,6 @@ from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_byt
 from dlm_export.planning.shapes import (
     Precision,
     Shape,
-    ShapeError,
     precisions_of,
     read_shape,
     scaled_shape,
@@ -157,6 +155,12 @@ def test_an_example_worked_out_by_hand() -> None:
     assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
+    two = prediction(TINY, target, request=replace(request, batch=2), block=4)
+    assert two.full_pass.bytes_ms == pytest.approx(1e3 * (weights + 2 * 12 * token_bytes) / 1e6)
+    assert two.full_pass.arithmetic_ms == pytest.approx(2 * full_macs)
+    (both,) = two.speeds
+    total_ms = (two.full_pass.ms or 0) + (two.block_pass.ms or 0)
+    assert both.ms_per_token == pytest.approx(total_ms / (2 * 4))
 
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
@@ -181,12 +185,6 @@ def test_a_scaled_shape_is_as_near_to_its_size_as_one_layer_allows(billions: flo
     attention = got.layers[0].attention
     assert abs(got.parameter_count() / (billions * 1e9) - 1) < 0.12
     assert got.hidden_size == attention.heads * attention.head_size
-
-
-@pytest.mark.parametrize("size", ["", "xB", "nanB"])
-def test_a_size_that_is_none_is_refused(size: str) -> None:
-    with pytest.raises(ShapeError, match="write parameters as"):
-        scaled_shape(size)
 
 
 # ---- The loop ----
@@ -223,7 +221,7 @@ def loops(draw: st.DrawFn) -> Loop:
     return Loop(policy, visible_block, shift)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(loop=loops(), prompt=st.integers(0, 40), new=st.integers(1, 60), per_pass=st.integers(1, 5))
 def test_the_passes_are_those_that_the_native_loop_makes(
     loop: Loop, prompt: int, new: int, per_pass: int
@@ -276,7 +274,7 @@ def cost_of_all(passes: Sequence[PlannedPass], canvases: int) -> float:
     return COST.pass_ms * len(sizes) + canvases * of_canvas
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     prompt=st.integers(0, len(PROMPT)),
     new=st.integers(1, 40),
@@ -375,100 +373,7 @@ def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
     assert has_shared == (missing_bytes == 0)
 
 
-def dual(block_length: int) -> Loop:
-    return Loop(Policy(cache="dual", block_length=block_length), None, 0)
-
-
-@given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
-def test_more_tokens_a_pass_never_make_more_or_larger_passes(
-    new: int, block: int, per_pass: float
-) -> None:
-    fewer, more = (
-        [each.size.rows for each in list_passes(8, new, each_commits, dual(block))]
-        for each_commits in (per_pass, per_pass * 1.5)
-    )
-    assert len(more) <= len(fewer) <= new
-    assert sum(more) <= sum(fewer)
-
-
-# ---- Rules that hold for all figures ----
-
-
-shapes = st.builds(
-    lambda heads, layers, mlp, vocabulary, tied: Shape(
-        "drawn",
-        make_network(
-            vocab_size=vocabulary,
-            hidden_size=32 * heads,
-            layers=layers,
-            heads=heads,
-            kv_heads=heads,
-            head_size=32,
-            mlp_size=16 * mlp,
-            qkv_bias=tied,
-            tied_head=tied,
-        ),
-        None,
-        {},
-    ),
-    heads=st.integers(1, 32),
-    layers=st.integers(1, 4),
-    mlp=st.integers(2, 256),
-    vocabulary=st.integers(10, 100_000),
-    tied=st.booleans(),
-)
-requests = st.builds(
-    Request,
-    prompt_tokens=st.integers(0, 500),
-    new_tokens=st.integers(1, 60),
-    batch=st.integers(1, 40),
-)
-precisions = st.sampled_from(["fp16", "int8", "int8-static", "int4", "fp8"])
-
-
-@settings(max_examples=40)
-@given(shape=shapes, request=requests, precision=precisions, times=st.floats(1, 100))
-def test_more_bandwidth_and_higher_rates_are_never_slower(
-    shape: Shape, request: Request, precision: str, times: float
-) -> None:
-    base = prediction(shape, H100, precision, request)
-    assert H100.bandwidth_bytes_per_s is not None
-    wider = replace(H100, bandwidth_bytes_per_s=times * H100.bandwidth_bytes_per_s)
-    faster = replace(H100, rates={name: times * rate for name, rate in H100.rates.items()})
-    for better in (wider, faster):
-        for ours, theirs in zip(
-            prediction(shape, better, precision, request).speeds, base.speeds, strict=True
-        ):
-            assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
-
-
-@settings(max_examples=40)
-@given(shape=shapes, request=requests, precision=precisions, more=st.integers(2, 8))
-def test_a_larger_batch_never_lowers_tokens_a_second_nor_memory(
-    shape: Shape, request: Request, precision: str, more: int
-) -> None:
-    one = prediction(shape, H100, precision, request)
-    many = prediction(shape, H100, precision, replace(request, batch=more * request.batch))
-    assert many.memory_bytes > one.memory_bytes
-    for ours, theirs in zip(many.speeds, one.speeds, strict=False):
-        assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
-
-
-@settings(max_examples=40)
-@given(
-    shape=shapes,
-    canvas=st.integers(32, 1000),
-    batch=st.integers(1, 9),
-    target=st.sampled_from([H100, TARGETS["b200"], CPU]),
-)
-def test_quantised_weights_never_need_more_memory(
-    shape: Shape, canvas: int, batch: int, target: Target
-) -> None:
-    full = "fp32" if target is CPU else "fp16"
-    (reference,), _ = precisions_of(shape, target, [full])
-    most = memory_bytes(shape, reference, target, canvas, 32, batch)
-    for precision in precisions_of(shape, target, list(RECIPES))[0]:
-        assert memory_bytes(shape, precision, target, canvas, 32, batch) < most
+# ---- Memory ----
 
 
 def _weights_bytes(shape: Shape, precision: Precision) -> int:
@@ -517,24 +422,12 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
     assert found.layers == ()
 
 
-def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bundle: Path) -> None:
-    for bundle in (llada_bundle, dream_bundle):
-        shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
-        (fp32,), _ = precisions_of(shape, CPU, ["fp32"])
-        assert _weights_bytes(shape, fp32) == 4 * shape.network.parameter_count()
-        stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"][
-            "bytes"
-        ]
-        # The file is larger than the weights: it also contains RoPE tables and padding.
-        assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
-
-
-TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "precisions"),
+    [(torch.bfloat16, ("fp32", "int8")), (torch.float32, ("fp16", "int4-g128"))],
+)
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, precisions: tuple[str, ...]
 ) -> None:
     """``plan`` must predict the size of the weight file that a build of the checkpoint writes."""
     config = a2d_qwen3_config(
@@ -542,12 +435,12 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
     )
     source = write_checkpoint(tmp_path / "source", config, dtype=dtype)
     result = invoke("plan", source, "--targets", "cpu", "--json", "--new-tokens", 32,
-                    "--prompt-tokens", 32, "--precisions", ",".join(TIED_PRECISIONS))  # fmt: skip
+                    "--prompt-tokens", 32, "--precisions", ",".join(precisions))  # fmt: skip
     assert result.exit_code == 0, result.output
     planned = {}
     for each in json.loads(result.stdout)["predictions"]:
         planned |= dict.fromkeys((each["precision"], *each["same_as"]), each["file_bytes"])
-    for precision in TIED_PRECISIONS:
+    for precision in precisions:
         bundle = tmp_path / precision
         build(source, bundle, BuildOptions(precision=precision, check_parity=False, quantise=FEW))
         written = (bundle / "denoiser.onnx.data").stat().st_size
@@ -712,7 +605,7 @@ def test_a_damaged_measurement_is_refused_by_name(
         read_measured(path)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=5
@@ -730,16 +623,8 @@ def test_no_measurement_crashes(tmp_path_factory: pytest.TempPathFactory, value:
 
 
 def test_json_has_every_combination_and_no_number_that_is_none(measured_file: Path) -> None:
-    options = (
-        "--sizes",
-        "1B,8B",
-        "--targets",
-        "h100,cpu",
-        "--block-length",
-        "16,32",
-        "--tokens-per-pass",
-        "1,2.5",
-    )
+    sizes = ("--sizes", "1B,8B", "--targets", "h100,cpu")
+    options = (*sizes, "--block-length", "16,32", "--tokens-per-pass", "1,2.5")
     result = invoke(
         "plan", *options, "--price-per-hour", "h100=2", "--measured", measured_file, "--json"
     )
@@ -788,37 +673,25 @@ def test_a_checkpoint_is_planned_by_its_configuration(
     assert ours["predictions"] == theirs["predictions"]
 
 
-@pytest.mark.parametrize("kind", ["svg"])
-def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -> None:
+def test_the_plot_is_written_and_kept_without_force(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
-    path = tmp_path / f"growth.{kind}"
-    options = (
-        "plan",
-        "--sizes",
-        "1B",
-        "--targets",
-        "h100,gb10,thor",
-        "--precisions",
-        "int8",
-        "--plot",
-        path,
-    )
+    path = tmp_path / "growth.svg"
+    targets = ("--targets", "h100,gb10,thor", "--precisions", "int8")
+    options = ("plan", "--sizes", "1B", *targets, "--plot", path)
     result = invoke(*options)
     assert result.exit_code == 0, result.output
     assert str(path) in result.stderr
     content = path.read_bytes()
-    assert content.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
-    if kind == "svg":
-        for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
-            assert word in content
-        assert b"gb10" not in content  # gb10 has no prediction
+    assert content.startswith(b"<?xml")
+    for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
+        assert word in content
+    assert b"gb10" not in content  # gb10 has no prediction
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 2
     assert path.read_bytes() == b"mine"
     assert invoke(*options, "--force", "--price-per-hour", "2").exit_code == 0
-    assert path.read_bytes() != b"mine"
-    assert kind == "png" or b"Cost of a million tokens" in path.read_bytes()
+    assert b"Cost of a million tokens" in path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -828,6 +701,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B"), "--targets"),
         (("--sizes", "8B", "--targets", "h1000"), "unknown target"),
         (("--sizes", "big", "--targets", "h100"), "write parameters as"),
+        (("--sizes", "nanB", "--targets", "h100"), "write parameters as"),
         (("--sizes", "8B", "--targets", "h100", "--precisions", "nvfp4"), "h100 does not run"),
         (("--sizes", "8B", "--targets", "cpu", "--precisions", "nvfp4"), "a CPU simulates it"),
         (("--sizes", "8B", "--targets", "h100", "--precisions", "int9"), "int9"),

@@ -135,36 +135,27 @@ def test_a_bundle_quantises_to_what_its_checkpoint_does(
 def test_verify_judges_a_quantised_bundle_and_writes_a_report(
     int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    arguments = (
-        "verify",
-        int8[0],
-        "--checkpoint",
-        llada_checkpoint,
-        "--judged",
-        3,
-        "--report",
-        tmp_path / "report",
-    )
-    result = _run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["passed"]
-    assert sorted(os.listdir(tmp_path / "report")) == ["accuracy.json", "report.html"]
-    (tmp_path / "report" / "accuracy.json").write_text("mine")
-    result = _run(*arguments)
-    assert (result.exit_code, "accuracy.json exists. Pass --force" in result.stderr) == (2, True), (
-        result.output
-    )
-    assert (tmp_path / "report" / "accuracy.json").read_text() == "mine"
-    result = _run(*arguments[:-1], int8[0], "--force")
-    assert (
-        result.exit_code,
-        "is a bundle, whose files must not change" in result.stderr,
-    ) == (2, True), result.output
-    result = _run(*arguments, "--force", "--min-top1", "1.0", "--max-ce-increase", "0")
+    report = tmp_path / "report"
+    judged = ("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2)
+    limits = ("--min-top1", "1.0", "--max-ce-increase", "0")
+    result = _run(*judged, *limits, "--report", report)
     assert result.exit_code == 3
-    assert (tmp_path / "report" / "accuracy.json").read_text() != "mine"
+    assert sorted(os.listdir(report)) == ["accuracy.json", "report.html"]
     for text in ("top-1 agreement", "worst layers: blocks."):
         assert text in result.stderr
+    (report / "accuracy.json").write_text("mine")
+    for arguments, says in (
+        (("--report", report), "accuracy.json exists. Pass --force"),
+        (("--report", int8[0], "--force"), "is a bundle, whose files must not change"),
+        (("--min-right-answers", "0.5"), "no answers"),
+    ):
+        result = _run(*judged, *arguments)
+        assert (result.exit_code, says in result.stderr) == (2, True), result.output
+    assert (report / "accuracy.json").read_text() == "mine"
+    result = _run(*judged, "--report", report, "--force", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"]
+    assert (report / "accuracy.json").read_text() != "mine"
 
 
 def test_compare_judges_one_bundle_by_another(
@@ -227,45 +218,13 @@ def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out:
         "int4-g32-dynamic",
         "int8-dynamic",
     }
-    again = _run("build", llada_checkpoint, *options, "-o", out, "--force")
-    assert json.loads(again.stdout)["curve"] == printed["curve"]
 
 
-def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, out: Path) -> None:
-    result = _run(
-        "build", llada_checkpoint, "--precision", "mixed", "-o", out, *CALIBRATED, "--no-verify"
-    )
-    assert result.exit_code == 0, result.output
-    assert "Simulated" in result.stdout
-    with dlm_runtime.open(out, threads=1) as bundle:
-        assert bundle.manifest["loop"]["graph"]["simulated"] is True
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n', "line 2"),
-        (json.dumps({"prompt": "call mum " * 300, "completion": "x"}) + "\n", "512"),
-    ],
-    ids=["broken line", "longer than the canvas"],
-)
-def test_bad_calibration_data_is_refused_by_its_line(
-    lines: str, says: str, tmp_path: Path, out: Path
-) -> None:
+def test_bad_calibration_data_is_refused_by_its_line(tmp_path: Path, out: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(lines)
-    _fails(
-        out,
-        "build",
-        DEMO,
-        "--precision",
-        "fp8",
-        "--calib",
-        path,
-        "--no-verify",
-        code=2,
-        says=(str(path), says),
-    )
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n')
+    options = ("--precision", "fp8", "--calib", path, "--no-verify")
+    _fails(out, "build", DEMO, *options, code=2, says=(str(path), "line 2"))
 
 
 def _damaged(checkpoint: Path, folder: Path, tensor: str, change: Any) -> Path:
@@ -287,9 +246,8 @@ def test_activations_that_are_not_finite_are_refused_by_layer(
     _fails(out, "build", checkpoint, *options, code=2, says=("blocks.0.mlp.down", "infinite"))
 
 
-@pytest.mark.parametrize("precision", ["int4", "nvfp4"])
-def test_channels_that_are_all_zero_quantise(
-    llada_checkpoint: Path, precision: str, tmp_path: Path, out: Path
+def test_channels_that_are_all_zero_quantise_and_nvfp4_is_marked_as_simulated(
+    llada_checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
     def zero(w: torch.Tensor) -> torch.Tensor:
         w[:16] = 0.0
@@ -298,31 +256,13 @@ def test_channels_that_are_all_zero_quantise(
 
     name = "model.transformer.blocks.0.up_proj.weight"
     checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, zero)
-    assert (
-        _run(
-            "build", checkpoint, "--precision", precision, "-o", out, *CALIBRATED, "--no-verify"
-        ).exit_code
-        == 0
-    )
+    options = ("--precision", "nvfp4", "-o", out, *CALIBRATED, "--no-verify")
+    result = _run("build", checkpoint, *options)
+    assert result.exit_code == 0, result.output
+    assert "Simulated" in result.stdout
     with dlm_runtime.open(out, threads=1) as bundle:
+        assert bundle.manifest["loop"]["graph"]["simulated"] is True
         assert bool(torch.from_numpy(bundle.logits([1, 2, 150, 150])).isfinite().all())
-
-
-def test_a_budget_for_right_answers_needs_answers(
-    int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path
-) -> None:
-    result = _run(
-        "verify",
-        int8[0],
-        "--checkpoint",
-        llada_checkpoint,
-        "--judged",
-        2,
-        "--min-right-answers",
-        "0.5",
-    )
-    assert result.exit_code == 2
-    assert "no answers" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -341,6 +281,14 @@ def test_a_budget_for_right_answers_needs_answers(
         (
             ("--precision", "int8", "--max-ce-increase", "nan"),
             "--max-ce-increase nan is not a limit",
+        ),
+        (
+            ("--precision", "int8", "--no-verify", "--calib", str(HELD_OUT)),
+            "--calib has no effect: int8 needs no data",
+        ),
+        (
+            ("--precision", "int8", "--solver", "gptq", "--no-verify", "--calib", str(HELD_OUT)),
+            "has no tokenizer to read text with",
         ),
     ],
 )
@@ -370,23 +318,6 @@ def test_verify_refuses_budgets_that_it_would_not_judge(
     )
 
 
-def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> None:
-    before = (llada_bundle / "manifest.json").read_bytes()
-    result = _run(
-        "quantize",
-        llada_bundle,
-        "--precision",
-        "int8",
-        "-o",
-        llada_bundle,
-        "--force",
-        "--no-verify",
-    )
-    assert result.exit_code == 2
-    assert "is the source that is read" in result.stderr
-    assert (llada_bundle / "manifest.json").read_bytes() == before
-
-
 @pytest.mark.parametrize("linked", [False, True])
 def test_nothing_is_written_into_a_folder_that_is_read(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path, linked: bool
@@ -398,25 +329,34 @@ def test_nothing_is_written_into_a_folder_that_is_read(
         link.symlink_to(folder)
         return link
 
-    for command, source in (
-        (("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"), llada_bundle),
+    inside = place(llada_checkpoint) / "deep" / "inner"
+    for command, source, says in (
         (
-            (
-                "build",
-                llada_checkpoint,
-                "-o",
-                place(llada_checkpoint) / "deep" / "inner",
-                "--force",
-            ),
-            llada_checkpoint,
+            ("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"),
+            llada_bundle,
+            "is inside",
         ),
-        (("capture", llada_checkpoint, "-o", llada_checkpoint / "golden.npz"), llada_checkpoint),
-        (("report", llada_bundle, llada_bundle, "-o", llada_bundle / "page.html"), llada_bundle),
+        (("build", llada_checkpoint, "-o", inside, "--force"), llada_checkpoint, "is inside"),
+        (
+            ("capture", llada_checkpoint, "-o", llada_checkpoint / "golden.npz"),
+            llada_checkpoint,
+            "is inside",
+        ),
+        (
+            ("report", llada_bundle, llada_bundle, "-o", llada_bundle / "page.html"),
+            llada_bundle,
+            "is inside",
+        ),
+        (
+            ("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force"),
+            llada_bundle,
+            "is the source that is read",
+        ),
     ):
         before = sorted(source.rglob("*"))
         result = _run(*command)
         assert result.exit_code == 2, result.output
-        assert "is inside" in result.stderr
+        assert says in result.stderr
         assert sorted(source.rglob("*")) == before
 
 
@@ -457,31 +397,6 @@ def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     assert printed["parity"]["passed"]
     assert printed["judgement"]["data"]["samples"] == 2
     assert _run("compare", out, out, "--judged", 2).exit_code == 0
-
-
-def test_data_that_nothing_would_read_is_refused(llada_checkpoint: Path, out: Path) -> None:
-    options = ("build", llada_checkpoint, "--no-verify", "--calib", HELD_OUT)
-    _fails(
-        out,
-        *options,
-        "--precision",
-        "int8",
-        code=2,
-        says=("--calib has no effect: int8 needs no data",),
-    )
-    _fails(
-        out, *options, "--precision", "fp8", code=2, says=("has no tokenizer to read text with",)
-    )
-    _fails(
-        out,
-        *options,
-        "--precision",
-        "int8",
-        "--solver",
-        "gptq",
-        code=2,
-        says=("has no tokenizer to read text with",),
-    )
 
 
 def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path, out: Path) -> None:

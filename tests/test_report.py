@@ -300,29 +300,35 @@ def test_the_report_says_how_the_layers_losses_were_found(
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("section", "sentence"),
+    "sections",
     [
-        ("judgement", "Not judged."),
-        ("calibration", "No ranges were observed"),
-        ("judgement.frontier", "The frontier was not compared."),
-        ("judgement.free_running", "No prompt was run to its end."),
-        ("judgement.noise_floor", "Both denoisers saw the same masked canvases."),
-        ("judgement.threshold", "The threshold was not fitted again."),
-        ("judgement.layers", "The sensitivity of single layers was not measured."),
-        ("judgement.buckets", "The loss by mask ratio was not measured."),
-        ("judgement.budgets", "No budget was stated."),
-        ("judgement.free_running.right_answers", "the data has no answers"),
-        ("judgement.free_running.samples", "No generations were kept."),
+        {"judgement": "Not judged.", "calibration": "No ranges were observed"},
+        {
+            "judgement.frontier": "The frontier was not compared.",
+            "judgement.free_running": "No prompt was run to its end.",
+            "judgement.threshold": "The threshold was not fitted again.",
+            "judgement.layers": "The sensitivity of single layers was not measured.",
+            "judgement.buckets": "The loss by mask ratio was not measured.",
+            "judgement.budgets": "No budget was stated.",
+        },
+        {
+            "judgement.free_running.right_answers": "the data has no answers",
+            "judgement.free_running.samples": "No generations were kept.",
+            "judgement.noise_floor": "Both denoisers saw the same masked canvases.",
+        },
     ],
 )
-def test_a_section_without_results_says_so(tmp_path: Path, section: str, sentence: str) -> None:
+def test_a_section_without_results_says_so(tmp_path: Path, sections: dict[str, str]) -> None:
     accuracy = made_up_accuracy()
-    *parents, name = section.split(".")
-    owner = accuracy
-    for parent in parents:
-        owner = owner[parent]
-    owner[name] = [] if isinstance(owner[name], list) else None
-    assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
+    for section in sections:
+        *parents, name = section.split(".")
+        owner = accuracy
+        for parent in parents:
+            owner = owner[parent]
+        owner[name] = [] if isinstance(owner[name], list) else None
+    text = Page(rendered(tmp_path, accuracy=accuracy)).text
+    for sentence in sections.values():
+        assert sentence in text
 
 
 def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
@@ -481,6 +487,7 @@ def test_browser_lays_out_every_figure_at_360_pixels(
     assert (high + 0.05) / (low + 0.05) > 7
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_engines_and_what_they_hold_otherwise_are_shown(tmp_path: Path) -> None:
     manifest = made_up_manifest()
     layers = {"blocks.0.mlp.up": "float16", "head": "float16"}
