@@ -114,25 +114,14 @@ def test_prompts_are_read_without_their_completions(tokenizer: Tokenizer, tmp_pa
     assert given == [plain, plain, chat, chat, longer, []]
     assert all(sample.answer is None for sample in samples)
     assert [len(sample.tokens) for sample in samples[:5]] == list(map(len, given[:5]))
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"completion": "a"}, "line 1: it has none of these keys: prompt, messages, text"),
-        ({"prompt": 1}, "line 1: prompt is a int"),
-        ({"messages": []}, "line 1: messages contain no prompt"),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "line 1: messages contain no prompt",
-        ),
-    ],
-)
-def test_a_record_without_a_prompt_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, record: dict[str, object], message: str
-) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        read_samples(write(tmp_path / "data.jsonl", record), tokenizer, **LIMITS, prompts_only=True)
+    for record, message in (
+        ({"completion": "a"}, "it has none of these keys: prompt, messages, text"),
+        ({"prompt": 1}, "prompt is a int"),
+        ({"messages": []}, "messages contain no prompt"),
+        ({"messages": [answered]}, "messages contain no prompt"),
+    ):
+        with pytest.raises(CalibrationError, match=f"line 1: {message}"):
+            read_samples(write(path, record), tokenizer, **LIMITS, prompts_only=True)
 
 
 def test_plain_text_has_no_prompt_and_no_wrapping(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -308,7 +297,7 @@ samples_strategy = st.lists(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     samples=samples_strategy,
     block_length=st.integers(0, 40),
@@ -596,9 +585,8 @@ def divergences(x: np.ndarray) -> dict[float, float]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_entropy_range_is_nearly_the_one_found_on_the_values_themselves(seed: int) -> None:
-    x = np.random.default_rng(seed).laplace(size=(3000, 16)).astype(np.float32)
+def test_the_entropy_range_is_nearly_the_one_found_on_the_values_themselves() -> None:
+    x = np.random.default_rng(0).laplace(size=(3000, 16)).astype(np.float32)
     losses = divergences(x)
     found = observe(x).amax("entropy", levels="int8")
     nearest = min(losses, key=lambda clip: abs(clip - found))
@@ -649,14 +637,11 @@ def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-@pytest.mark.parametrize("bad", [np.nan])
-def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing(
-    bad: float,
-) -> None:
+def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing() -> None:
     observer = observe(heavy_tailed(), keep_rows=4)
     before = (observer.summary(), observer.rows.copy())
     x = heavy_tailed(10)
-    x[2, 5] = x[7, 0] = bad
+    x[2, 5], x[7, 0] = np.nan, np.inf
     with pytest.raises(
         CalibrationError, match=r"^blocks\.0\.mlp\.up: 2 of 480 inputs are NaN or infinite"
     ):
@@ -667,7 +652,7 @@ def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_
 
 def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
     kept = Counter()
-    for seed in range(300):
+    for seed in range(100):
         observer = Observer("l", 1, keep_rows=10, seed=seed)
         for start in (0, 4, 30):
             stop = {0: 4, 4: 30, 30: 50}[start]
@@ -679,9 +664,8 @@ def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
         assert len(set(observer.rows.ravel().tolist())) == 10
         kept.update(observer.rows.ravel().astype(int).tolist())
     assert len(kept) == 50
-    assert all(
-        30 <= count <= 95 for count in kept.values()
-    )  # the expected number is 60, with a standard deviation of 7
+    # The expected number is 20, with a standard deviation of 4.
+    assert all(4 <= count <= 40 for count in kept.values())
     x = heavy_tailed(100)
     assert (observe(x, keep_rows=8, seed=3).rows == observe(x, keep_rows=8, seed=3).rows).all()
     assert (observe(x, keep_rows=8, seed=3).rows != observe(x, keep_rows=8, seed=4).rows).any()

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +34,6 @@ from dlm_export.doctor.machine import (
 )
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 GIB = 1 << 30
 NO_DRIVER = Driver(failure="libcuda.so.1: cannot open shared object file")

@@ -303,7 +303,7 @@ def _matrix(rows: int, columns: int, scale: np.float32, extra: np.ndarray) -> np
 
 
 @given(_matrices, st.sampled_from(list(NUMBER_FORMATS)))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     w: np.ndarray, format: str
 ) -> None:
@@ -371,26 +371,6 @@ def test_int4_scales_leave_the_least_error_of_their_choices(
     assert (
         np.take_along_axis(error, found[..., None], -1)[..., 0] <= error.min(-1) * (1 + 1e-4)
     ).all()
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from(list(NUMBER_FORMATS)), st.integers(1, 40))
-@settings(max_examples=60)
-def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) -> None:
-    w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
-    group_size = 16 if format == "int4" else None
-    once = quantise_weight(w, format, group_size=group_size)
-    # For nvfp4, the scales of the first quantisation are used again. New scales could differ: if
-    # the largest value of a group was rounded down, the group would get a smaller scale.
-    if format == "nvfp4":
-        assert once.global_scale is not None
-        steps = np.repeat(once.scales.T.astype(np.float32) * once.global_scale, 16, axis=0)
-        assert np.array_equal(
-            E2M1_VALUES[e2m1_codes(once.dequantise() / steps)], E2M1_VALUES[once.codes.T]
-        )
-    else:
-        twice = quantise_weight(once.dequantise(), format, group_size=group_size)
-        assert np.array_equal(once.codes, twice.codes)
-        assert np.allclose(once.scales, twice.scales, rtol=1e-6)
 
 
 @given(

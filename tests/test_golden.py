@@ -123,7 +123,7 @@ def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(
         assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject) -> None:
     content = bytearray(file.read_bytes())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -75,13 +74,12 @@ def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("head", [True], ids=["quantised-head"])
 def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
-    tmp_path: Path, family: str, algorithm: str, head: bool
+    tmp_path: Path, family: str, algorithm: str
 ) -> None:
-    path = write_quantised(tmp_path, CONFIGS[family], algorithm, seed=3, head=head)
+    path = write_quantised(tmp_path, CONFIGS[family], algorithm, seed=3, head=True)
     weights, tensors = _weights(path), load_file(path / WEIGHTS)
-    assert len(weights.quantised) == 14 + head
+    assert len(weights.quantised) == 15
     assert weights.checkpoint.notes == []
     for parameter, origin in weights.origins.items():
         base = origin.whole.removesuffix(".weight")
@@ -93,60 +91,6 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         # The expected values are float64. The exporter multiplies twice in fp32, so its values
         # differ by at most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
-
-
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
-def test_codes_and_scales_come_over_bit_for_bit(tmp_path: Path, algorithm: str) -> None:
-    path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
-    stored, tensors = _weights(path).stored(f"{LAYER}.weight"), load_file(path / WEIGHTS)
-    assert stored is not None
-    assert stored.algorithm == algorithm
-    assert stored.weight.shape == (96, 64)
-    assert stored.input_scale == tensors[f"{RELEASED}.input_scale"].item()
-    codes = tensors[f"{RELEASED}.weight"]
-    if algorithm == "FP8":
-        assert np.array_equal(stored.weight.codes.view(np.uint8), codes.view(torch.uint8).T.numpy())
-        assert np.array_equal(
-            stored.weight.scales,
-            np.full(64, tensors[f"{RELEASED}.weight_scale"].item(), np.float32),
-        )
-        assert stored.weight.global_scale is None
-    else:
-        assert np.array_equal(stored.weight.codes[:, 0::2], (codes & 15).numpy())
-        assert np.array_equal(stored.weight.codes[:, 1::2], (codes >> 4).numpy())
-        scales = tensors[f"{RELEASED}.weight_scale"].view(torch.uint8).numpy()
-        assert np.array_equal(stored.weight.scales.view(np.uint8), scales)
-        assert stored.weight.scales.dtype == ml_dtypes.float8_e4m3fn
-        assert stored.weight.global_scale == tensors[f"{RELEASED}.weight_scale_2"].item()
-
-
-@pytest.mark.parametrize("algorithm", ["NVFP4"])
-def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algorithm: str) -> None:
-    path = write_quantised(tmp_path / "quantised", CONFIGS["llada"], algorithm, seed=4)
-    plain = write_checkpoint(tmp_path / "plain", CONFIGS["llada"], seed=4)
-    original = families.load(_weights(plain), _network(plain))
-    tensors = load_file(path / WEIGHTS)
-    _retensor(
-        plain,
-        lambda t: t.update(
-            {n: _dequantised(tensors, n.removesuffix(".weight")).float() for n in _matrices(t)}
-        ),
-    )
-    ids = torch.randint(0, 150, (1, 24), generator=torch.Generator().manual_seed(0))
-    ours = families.load(_weights(path), _network(path))(ids)
-    expected = families.load(_weights(plain), _network(plain))(ids)
-    spread = expected.max() - expected.min()
-    assert float((ours - expected).abs().max() / spread) < 1e-5
-    # The logits must differ from the logits of the original weights, which are not quantised.
-    assert float((ours - original(ids)).abs().max() / spread) > 1e-3
-
-
-def _matrices(tensors: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if tensor.dim() == 2]
-
-
-def _network(path: Path) -> Any:
-    return families.read_network(Checkpoint(path), Overrides())
 
 
 @given(
@@ -238,6 +182,13 @@ def test_scales_of_a_quantised_cache_are_left_aside_aloud(tmp_path: Path) -> Non
 
 # ---- Damage ----
 
+
+def _nan_code(tensors: dict[str, torch.Tensor], name: str) -> None:
+    bits = tensors[name].view(torch.uint8).clone()
+    bits[3, 2] = 0x7F
+    tensors[name] = bits.view(torch.float8_e4m3fn)
+
+
 TENSORS: dict[str, tuple[str, Change, str]] = {
     "a scale is missing": (
         "NVFP4",
@@ -276,25 +227,7 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
         "model.norm.weight is F8_E4M3, expected BF16 or F16 or F32",
     ),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
-    algorithm, change, says = TENSORS[name]
-    path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
-    _retensor(path, change)
-    with pytest.raises(CheckpointError, match=says):
-        _weights(path)
-
-
-def _nan_code(tensors: dict[str, torch.Tensor], name: str) -> None:
-    bits = tensors[name].view(torch.uint8).clone()
-    bits[3, 2] = 0x7F
-    tensors[name] = bits.view(torch.float8_e4m3fn)
-
-
-VALUES: dict[str, tuple[str, Change, str]] = {
+    # What the first read finds:
     "a code is NaN": (
         "FP8",
         lambda t: _nan_code(t, f"{RELEASED}.weight"),
@@ -318,15 +251,13 @@ VALUES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_scales_and_codes_that_are_no_numbers_are_refused(tmp_path: Path, name: str) -> None:
-    algorithm, change, says = VALUES[name]
+@pytest.mark.parametrize("name", TENSORS)
+def test_damaged_tensors_are_named(tmp_path: Path, name: str) -> None:
+    algorithm, change, says = TENSORS[name]
     path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
     _retensor(path, change)
-    weights = _weights(path)
     with pytest.raises(CheckpointError, match=says):
-        weights.read(f"{LAYER}.weight", FLOAT32)
-    assert np.isfinite(weights.read("blocks.0.mlp.down.weight", FLOAT32)).all()
+        _weights(path).read(f"{LAYER}.weight", FLOAT32)
 
 
 SAYS: dict[str, tuple[dict[str, Any], str]] = {
@@ -406,13 +337,8 @@ def test_a_cache_alone_being_quantised_leaves_the_weights_plain(tmp_path: Path) 
     assert len(weights.checkpoint.notes) == 1
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "is_simulated"),
-    [("NVFP4", True), ("MIXED_PRECISION", True)],
-)
-def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
-    algorithm: str, is_simulated: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("algorithm", ["FP8", "MIXED_PRECISION"])
+def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, tmp_path: Path) -> None:
     path = write_quantised(tmp_path / "checkpoint", CONFIGS["llada"], algorithm, seed=4)
     out = tmp_path / "bundle"
     result = CliRunner().invoke(
@@ -438,11 +364,11 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     else:
         assert tensors[f"{LAYER}.weight.codes"].tobytes() == stored.weight.codes.tobytes()
         assert tensors[f"{LAYER}.weight.scales"].tobytes() == stored.weight.scales.tobytes()
-    if stored.input_scale is not None and algorithm != "W4A16_NVFP4":
-        assert tensors[f"{LAYER}.input_scale"].numpy() == stored.input_scale
+    released = load_file(path / WEIGHTS)["model.transformer.blocks.1.ff_out.input_scale"]
+    assert tensors[f"{LAYER}.input_scale"].numpy() == stored.input_scale == released.item()
     with dlm_runtime.open(out, threads=1) as bundle:
         assert bundle.manifest["precision"]["name"] == "stored"
-        assert bundle.manifest["loop"]["graph"]["simulated"] is is_simulated
+        assert bundle.manifest["loop"]["graph"]["simulated"] is True
         ids = list(range(20))
         ours = bundle.logits(ids)
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
@@ -453,15 +379,9 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
 
 
 def test_stored_needs_a_quantised_checkpoint(llada_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = [
-        "build",
-        str(llada_checkpoint),
-        "--precision",
-        "stored",
-        "-o",
-        str(tmp_path / "bundle"),
-    ]
+    output = tmp_path / "bundle"
+    arguments = ["build", str(llada_checkpoint), "--precision", "stored", "-o", str(output)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "not a pre-quantised checkpoint" in result.stderr
-    assert not (tmp_path / "bundle").exists()
+    assert not output.exists()

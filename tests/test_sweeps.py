@@ -166,11 +166,22 @@ def _options(precision: str = "int4", **changes: Any) -> BuildOptions:
     )
 
 
+@pytest.fixture(scope="module")
+def built(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the bundle of a build, and with what the build keeps in "kept"."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    build(llada_checkpoint, folder / "bundle", _options(resume=folder / "kept"))
+    return folder
+
+
+def _never(*_: Any, **__: Any) -> None:
+    raise AssertionError("a finished stage ran again")
+
+
 def test_an_interrupted_build_is_taken_up(
-    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, output = tmp_path / "kept", tmp_path / "bundle"
-    build(llada_checkpoint, tmp_path / "fresh", _options())
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -179,44 +190,35 @@ def test_an_interrupted_build_is_taken_up(
         patch.setattr(building, "write_graph", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build(llada_checkpoint, output, _options(resume=kept))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "kept"]
-
-    def again(*_: Any, **__: Any) -> None:
-        raise AssertionError("a finished stage ran again")
-
-    monkeypatch.setattr(gptq, "gptq", again)
-    monkeypatch.setattr(samples, "calibration_states", again)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    monkeypatch.setattr(gptq, "gptq", _never)
+    monkeypatch.setattr(samples, "calibration_states", _never)
     report = build(llada_checkpoint, output, _options(resume=kept))
     assert "make states" not in report.stages_s
     for file in ("denoiser.onnx", "denoiser.onnx.data"):
-        assert (output / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
+        assert (output / file).read_bytes() == (built / "bundle" / file).read_bytes()
     assert not (output / "work").exists()
 
 
 def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything_else(
-    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = _options(resume=tmp_path / "kept")
-    build(llada_checkpoint, tmp_path / "bundle", options)
+    kept = shutil.copytree(built / "kept", tmp_path / "kept")
     up, gate = (
-        next((tmp_path / "kept" / "solved").glob(f"*/blocks.0.mlp.{name}.safetensors"))
+        next((kept / "solved").glob(f"*/blocks.0.mlp.{name}.safetensors"))
         for name in ("up", "gate")
     )
     sound = up.read_bytes()
     flipped = bytearray(sound)
     flipped[-1000] ^= 1
-
-    def none(*_: Any, **__: Any) -> None:
-        raise AssertionError("a stage ran")
-
-    monkeypatch.setattr(building, "write_text", none)
+    monkeypatch.setattr(building, "write_text", _never)
     for content in (bytes(flipped), gate.read_bytes(), sound[:1000]):
         up.write_bytes(content)
         with pytest.raises(
             CalibrationError,
             match=r"mlp\.up\.safetensors: not a solved weight written by a build .* Remove it",
         ):
-            build(llada_checkpoint, tmp_path / "bundle", options)
+            build(llada_checkpoint, tmp_path / "bundle", _options(resume=kept))
 
 
 @pytest.mark.parametrize("inside", [".", "kept"])
@@ -229,12 +231,10 @@ def test_what_is_kept_does_not_lie_where_the_bundle_goes(
 
 
 def test_builds_in_other_precisions_take_up_the_states_alone(
-    llada_checkpoint: Path, tmp_path: Path
+    built: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    build(llada_checkpoint, tmp_path / "int4", _options(resume=tmp_path / "kept"))
-    shared = build(
-        llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=tmp_path / "kept")
-    )
+    kept = shutil.copytree(built / "kept", tmp_path / "kept")
+    shared = build(llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=kept))
     fresh = build(llada_checkpoint, tmp_path / "fresh", _options("int4-g128"))
     assert "make states" in fresh.stages_s
     assert "make states" not in shared.stages_s
@@ -243,11 +243,10 @@ def test_builds_in_other_precisions_take_up_the_states_alone(
 
 
 def test_finished_stages_of_another_build_are_refused(
-    llada_checkpoint: Path, tmp_path: Path
+    built: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    checkpoint, kept, output = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "bundle"
-    shutil.copytree(llada_checkpoint, checkpoint)
-    build(checkpoint, output, _options(resume=kept))
+    kept, output = shutil.copytree(built / "kept", tmp_path / "kept"), tmp_path / "bundle"
+    checkpoint = shutil.copytree(llada_checkpoint, tmp_path / "checkpoint")
     weights = next(checkpoint.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
@@ -257,20 +256,15 @@ def test_finished_stages_of_another_build_are_refused(
         match=rf"the checkpoint has changed since: {weights.name} now has SHA-256 [0-9a-f]+",
     ):
         build(checkpoint, output, _options(resume=kept))
-    content[-2] ^= 1
-    weights.write_bytes(content)
     options = _options(resume=kept)
     other = replace(options.quantise.calibration, seed=1)
+    changed = replace(options, quantise=replace(options.quantise, calibration=other))
     with pytest.raises(ResumeError, match="belongs to another build: its calibration is different"):
-        build(
-            checkpoint,
-            output,
-            replace(options, quantise=replace(options.quantise, calibration=other)),
-        )
+        build(llada_checkpoint, output, changed)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(ResumeError, match=r"is not empty, but has no work\.json"):
-        build(checkpoint, output, _options(resume=tmp_path / "other"))
+        build(llada_checkpoint, output, _options(resume=tmp_path / "other"))
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
 
 

@@ -141,17 +141,18 @@ def test_a_recorded_file_is_not_hashed(bundle: Path) -> None:
     assert not is_refused(bundle)
 
 
-def test_a_second_open_leaves_the_record_as_it_is(recorded: Path) -> None:
+def test_a_bundle_keeps_its_record_where_it_is_and_where_it_moves(
+    recorded: Path, tmp_path: Path
+) -> None:
     before = record_of(recorded).stat()
     open_bundle(recorded)
     assert record_of(recorded).stat().st_ino == before.st_ino, "the file was hashed again"
-
-
-def test_a_moved_bundle_keeps_its_record(recorded: Path, tmp_path: Path) -> None:
-    before = record_of(recorded).stat()
     moved = recorded.rename(tmp_path / "moved")
     open_bundle(moved)
     assert record_of(moved).stat().st_ino == before.st_ino, "the file was hashed again"
+    record_of(moved).unlink()
+    read_manifest(moved)
+    assert record_of(moved).read_text() == record_text(moved), "checking a bundle records it"
 
 
 @pytest.mark.parametrize("engine", ["none", "onnxruntime"])
@@ -167,16 +168,10 @@ def test_a_file_that_just_changed_is_not_recorded(bundle: Path, engine: str) -> 
     assert not folder_of(bundle).exists()
 
 
-def test_a_bundle_that_is_only_checked_is_hashed_in_full_and_recorded(bundle: Path) -> None:
+def test_a_bundle_that_is_only_checked_is_hashed_in_full(bundle: Path) -> None:
     forge(bundle)
     with pytest.raises(BundleError, match="SHA-256"):
         read_manifest(bundle)
-
-
-def test_checking_a_bundle_records_it(recorded: Path) -> None:
-    record_of(recorded).unlink()
-    read_manifest(recorded)
-    assert record_of(recorded).read_text() == record_text(recorded)
 
 
 def test_the_variable_makes_every_open_hash_all(
@@ -291,10 +286,6 @@ def _extend(record: Path) -> None:
     record.write_text(record.read_text() + "\n" * 1000)
 
 
-def _empty(record: Path) -> None:
-    record.write_bytes(b"")
-
-
 def _binary(record: Path) -> None:
     record.write_bytes(bytes(range(256)) * 16)
 
@@ -350,7 +341,6 @@ def _give_the_folder_away(record: Path) -> None:
     [
         _truncate,
         _extend,
-        _empty,
         _binary,
         _let_others_write,
         _let_the_group_write,
@@ -393,16 +383,7 @@ def test_a_record_of_another_hash_does_not_refuse_a_right_file(recorded: Path) -
     assert record.read_text() == record_text(recorded), "the wrong record was not replaced"
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        _truncate,
-        _let_others_write,
-        _link,
-        _make_in_the_future,
-        pytest.param(_give_away, marks=is_root),
-    ],
-)
+@pytest.mark.parametrize("spoil", [_let_others_write, _link, _make_in_the_future])
 def test_a_bad_record_is_replaced(recorded: Path, spoil: Callable[[Path], None]) -> None:
     spoil(record_of(recorded))
     open_bundle(recorded)
@@ -424,14 +405,8 @@ dlm_runtime.open(sys.argv[1], threads=1).close()
 
 @pytest.mark.parametrize(
     "variables",
-    [
-        {},
-        {"HOME": "/nonexistent"},
-        {"HOME": "/proc"},
-        {"HOME": "", "XDG_CACHE_HOME": "relative"},
-        {"XDG_CACHE_HOME": "/dev/null"},
-    ],
-    ids=["none", "missing", "read-only", "relative", "a file"],
+    [{}, {"HOME": "/proc"}, {"HOME": "", "XDG_CACHE_HOME": "relative"}],
+    ids=["none", "read-only", "relative"],
 )
 def test_a_bundle_opens_without_a_place_for_records(
     bundle: Path, tmp_path: Path, variables: dict[str, str]
