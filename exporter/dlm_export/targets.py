@@ -31,7 +31,7 @@ TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 TENSORRT_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 # The CUDA provider has fast kernels for INT4 in groups of 32 only.
 CUDA_ALIASES = {"int8": "int8-weight", "int4": "int4-g32"}
-CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
+CPU_ALIASES = {"int4-g32": "int4", "int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
 # docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
