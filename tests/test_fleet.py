@@ -40,8 +40,8 @@ def test_a_queue_followed_by_hand() -> None:
     service = Service((1,), ((1.0, 10.0), (2.0, 12.0)), overhead_ms=1.0)
     # At most two requests share a pass. From 0 to 10 ms, a pass runs the first request. From 10 to
     # 22 ms, a pass runs the second and the third, because they had no pass yet and arrived before
-    # the fourth. From 22 to 34 ms, a pass runs the fourth, which had no pass yet, and the first,
-    # which has waited longest. From 34 to 44 ms, a pass runs the third.
+    # the fourth. From 22 to 34 ms, a pass runs the fourth and the first. The fourth had no pass yet,
+    # and the first has waited longest. From 34 to 44 ms, a pass runs the third.
     found = replay(service, 4, np.array([0.0, 1.0, 2.0, 3.0]), np.array([2, 1, 2, 1]))
     assert found.tolist() == [35.0, 22.0, 43.0, 32.0]
 

@@ -227,7 +227,7 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
         "model.norm.weight is F8_E4M3, expected BF16 or F16 or F32",
     ),
-    # What the first read finds:
+    # The first read of a tensor finds these faults.
     "a code is NaN": (
         "FP8",
         lambda t: _nan_code(t, f"{RELEASED}.weight"),

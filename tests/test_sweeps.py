@@ -168,7 +168,7 @@ def _options(precision: str = "int4", **changes: Any) -> BuildOptions:
 
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the bundle of a build, and with what the build keeps in "kept"."""
+    """A folder with a bundle. The build of the bundle stored intermediate results in "kept"."""
     folder = tmp_path_factory.mktemp("sweeps")
     build(llada_checkpoint, folder / "bundle", _options(resume=folder / "kept"))
     return folder
