@@ -126,6 +126,11 @@ class LayerFormat:
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 
+    @property
+    def block_size(self) -> int:
+        """The number of weights that share a scale in ONNX Runtime's MatMulNBits."""
+        return self.group_size or CUDA_BLOCK
+
     def slow_on_cuda(self, inputs: int, outputs: int) -> str | None:
         """Return the reason why the CUDA provider has no fast kernel for a weight matrix.
 
@@ -135,9 +140,9 @@ class LayerFormat:
         Source: the message "This compact fpA_intB build supports" in
         libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1.
         """
-        size, columns = self.group_size or CUDA_BLOCK, 64 if self.weights == "int4" else 32
-        if size != CUDA_BLOCK:
-            return f"groups of {size} weights, not of {CUDA_BLOCK}"
+        columns = 64 if self.weights == "int4" else 32
+        if self.block_size != CUDA_BLOCK:
+            return f"groups of {self.block_size} weights, not of {CUDA_BLOCK}"
         if inputs % CUDA_BLOCK:
             return f"{inputs} inputs, not a multiple of {CUDA_BLOCK}"
         return f"{outputs} outputs, not a multiple of {columns}" if outputs % columns else None

@@ -292,7 +292,7 @@ def _told(
         if held[path] != asked[path]:
             why = operands.misfit(layer, asked[path], request.form)
             kept.setdefault((why, held[path]), []).append(path)
-        elif request.form == "cuda" and chosen.weights is not None:
+        if request.form == "cuda" and chosen.weights is not None:
             slow = chosen.slow_on_cuda(layer.inputs, layer.outputs)
             if slow is not None:
                 why = f"each pass converts the matrix to fp16 ({slow})"

@@ -58,7 +58,6 @@ from dlm_export.graph.routed import E4M3_VALUES, MIXTURES
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
-from dlm_runtime.precision import CUDA_BLOCK
 
 TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
@@ -90,9 +89,9 @@ def misfit(layer: LinearSpec, name: str, form: Form = "cpu") -> str | None:
     number of inputs must be a multiple of the group size. ``form`` is the engine.
     """
     chosen, inputs = FORMATS[name], layer.inputs
-    size = chosen.group_size
-    if layer.is_tied and form == "cuda" and chosen.weights is not None:
-        size = size or CUDA_BLOCK  # a row of the table consists of whole blocks
+    # For CUDA, a row of a quantised table consists of whole blocks.
+    is_in_blocks = layer.is_tied and form == "cuda" and chosen.weights is not None
+    size = chosen.block_size if is_in_blocks else chosen.group_size
     if layer.is_stacked and form == "cpu" and experts.function_of(name) is None:
         return f"a CPU has no function for experts in {name}"
     if size is not None and inputs % size and (form != "cpu" or chosen.weights == "nvfp4"):
@@ -363,18 +362,19 @@ class _Writer:
 
         In INT8, all blocks of a column have the same scale.
         """
-        bits, size = operators.BITS[str(chosen.weights)], chosen.group_size or CUDA_BLOCK
-        codes, scales = self.block_weights(layer, bits, size, K, N)
+        codes, scales = self.block_weights(layer, chosen, K, N)
         self.graph.opset_imports[MICROSOFT_DOMAIN] = 1
-        attributes = {"K": K, "N": N, "bits": bits, "block_size": size}
+        bits = operators.BITS[str(chosen.weights)]
+        attributes = {"K": K, "N": N, "bits": bits, "block_size": chosen.block_size}
         self.put(node, layer, f"{MICROSOFT_DOMAIN}::MatMulNBits", [x, codes, scales], attributes)
 
     def block_weights(
-        self, layer: str, bits: int, size: int, K: int, N: int
+        self, layer: str, chosen: LayerFormat, K: int, N: int
     ) -> tuple[ir.Value, ir.Value]:
         """Add the codes and scales of a layer for MatMulNBits."""
-        count = -(-K // size)
-        codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
+        count = -(-K // chosen.block_size)
+        block_bytes = chosen.block_size * operators.BITS[str(chosen.weights)] // 8
+        codes = self.weight(layer, "blocks", (N, count, block_bytes), ir.DataType.UINT8)
         return codes, self.weight(layer, "block_scales", (N, count), self.dtype)
 
     def block_rows(
@@ -386,7 +386,7 @@ class _Writer:
         GatherBlockQuantized takes 0 as the zero point in some versions of the CUDA provider
         (ONNX Runtime issue 31692).
         """
-        bits, size = operators.BITS[str(chosen.weights)], chosen.group_size or CUDA_BLOCK
+        bits = operators.BITS[str(chosen.weights)]
 
         def add(op: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
             return self.node(node, "embed", op, list(inputs), attributes)[0]
@@ -396,8 +396,7 @@ class _Writer:
             return self.constant(name, np.array(numbers, kind))
 
         stored, scales = (
-            add("Gather", value, ids, axis=0)
-            for value in self.block_weights(HEAD, bits, size, K, V)
+            add("Gather", value, ids, axis=0) for value in self.block_weights(HEAD, chosen, K, V)
         )
         codes = add("Cast", stored, to=ir.DataType.INT32)
         last = whole(-1, kind=np.int64)
@@ -407,7 +406,7 @@ class _Writer:
             pairs = add(
                 "Concat", add("Unsqueeze", low, last), add("Unsqueeze", high, last), axis=-1
             )
-            codes = add("Reshape", pairs, whole(0, 0, -1, size, kind=np.int64))
+            codes = add("Reshape", pairs, whole(0, 0, -1, chosen.block_size, kind=np.int64))
         signed = add("Cast", add("Sub", codes, whole(1 << bits - 1)), to=self.dtype)
         rows = add("Mul", signed, add("Unsqueeze", scales, last))
         self.put(node, "embed", "Reshape", [rows, whole(0, 0, K, kind=np.int64)], {})

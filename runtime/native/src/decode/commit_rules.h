@@ -37,11 +37,11 @@ inline constexpr const char* kCommitNames[] = {
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. Of the
-// block's `masked` positions, `left` are still undecided. The schedule counts the passes of the
-// block down from `steps`. After the pass with number k, floor(masked * k / steps) positions should
-// stay masked. In the published code, some passes commit no position. This function skips these
-// passes. It computes in fp32, like the published code.
+// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. The
+// block started with `masked` undecided positions, and still has `left` of them. The schedule
+// counts the passes of the block down from `steps`. After the pass with number k, floor(masked * k
+// / steps) positions should stay masked. In the published code, some passes commit no position.
+// This function skips these passes. It computes in fp32, like the published code.
 int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least
