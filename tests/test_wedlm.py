@@ -105,10 +105,3 @@ def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) 
         outputs.append(out.tokens)
     assert outputs[0] == outputs[1] == outputs[2]
     assert MASK not in outputs[0]
-
-
-RELEASES = {
-    # WeDLM was trained from Qwen2.5 7B and Qwen3 8B and has the same sizes.
-    "7B": ("Qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 7_615_616_512),
-    "8B": ("Qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 8_190_735_360),
-}
