@@ -361,6 +361,20 @@ def test_a_build_that_a_signal_ends_at_any_file_operation_leaves_the_old_bundle_
     assert len({(each["at"], each["force"]) for each in found}) >= 50
 
 
+def test_ctrl_c_while_a_path_is_claimed_leaves_nothing_behind(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def interrupted(held: int, operation: int) -> None:
+        lock(held, operation)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    assert in_child(lambda: fake_build(out, "new", False)) == (-signal.SIGINT, "")
+    assert os.listdir(out.parent) == []
+
+
 @pytest.mark.slow
 def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path

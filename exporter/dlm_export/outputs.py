@@ -24,6 +24,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from dlm_export.signals import postponed
 from dlm_runtime.errors import DlmError, ExitCode
 
 OWNER, NEW, OLD = "owner", "new", "old"
@@ -210,11 +211,14 @@ def _claim(output: Path) -> Iterator[Path]:
     Before the block, files that a killed process left in the claim are removed.
     """
     claim = output.with_name(f".{output.name}.dlm-export")
+    owner = None
     try:
-        owner = _take(claim, output)
-    except OSError as err:
-        raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
-    try:
+        try:
+            # A signal that arrives before ``owner`` is set would leave the claim behind.
+            with postponed():
+                owner = _take(claim, output)
+        except OSError as err:
+            raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
         if os.path.lexists(claim / OLD) and not os.path.lexists(output):
             # Restore the old output. An earlier process was killed between the two renames of
             # ``_exchange``.
@@ -222,16 +226,9 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # Do not delete the entry "old". If this entry exists, the old output could not be moved
-        # back to its path, and the entry is the user's only copy.
-        _clear(claim, NEW)
-        if not os.path.lexists(claim / OLD):
-            # Remove "owner" after all other entries, because no process deletes the entries of a
-            # claim that contains no "owner".
-            os.unlink(claim / OWNER)
-            with contextlib.suppress(OSError):  # raised if another process already uses the claim
-                os.rmdir(claim)
-        os.close(owner)
+        if owner is not None:
+            with postponed():
+                _release(claim, owner)
 
 
 def _take(claim: Path, output: Path) -> int:
@@ -286,6 +283,20 @@ def _take(claim: Path, output: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(owner)  # try again: another process removed the claim before it was locked
+
+
+def _release(claim: Path, owner: int) -> None:
+    """Delete a claim, whose file ``owner`` this process has locked."""
+    # Do not delete the entry "old". If this entry exists, the old output could not be moved back to
+    # its path, and the entry is the user's only copy.
+    _clear(claim, NEW)
+    if not os.path.lexists(claim / OLD):
+        # Remove "owner" after all other entries, because no process deletes the entries of a claim
+        # that contains no "owner".
+        os.unlink(claim / OWNER)
+        with contextlib.suppress(OSError):  # raised if another process already uses the claim
+            os.rmdir(claim)
+    os.close(owner)
 
 
 def _clear(claim: Path, *names: str) -> None:

@@ -47,6 +47,16 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 @contextmanager
+def postponed() -> Iterator[None]:
+    """Delay signals that would end the process until the ``with`` statement has run."""
+    arrived: list[int] = []
+    with handled_by(lambda number, _: arrived.append(number)):
+        yield
+    if arrived:
+        signal.raise_signal(arrived[0])
+
+
+@contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
     """While the ``with`` statement runs, set ``cancel`` when a signal would end the process.
 
