@@ -201,6 +201,14 @@ def test_a_build_is_judged_by_the_operators_that_the_device_runs(
     refused(dlm_export("engine", out, "--target", "cuda"), 2, ["target cuda needs no engine"])
 
 
+def fast_products(graph: onnx.GraphProto, columns: int) -> str:
+    """Count the products whose matrices have fast kernels, as ``inspect`` prints the count."""
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    sizes = [{one.name: one.i for one in node.attribute} for node in products]
+    fast = sum(size["K"] % 32 == 0 and size["N"] % columns == 0 for size in sizes)
+    return f"fast kernels on CUDA: {fast} of {len(products)} quantised layers"
+
+
 def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", llada_moe_config())
     out = gpu_bundle("int8", "cuda", source=checkpoint, activations="fp16")
@@ -209,6 +217,13 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
         node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name
     ]
     assert of_experts
+    assert fast_products(graph, 32) in dlm_export("inspect", out).stdout
+    network = network_of(read_manifest(out))
+    wide = {
+        layer.path: layer.wide_shape for layer in network.quantisable().values() if layer.is_stacked
+    }
+    assert wide["blocks.0.mlp.experts.gate"] == (64, 8 * 64)
+    assert wide["blocks.0.mlp.experts.down"] == (8 * 64, 64)
     with dlm_runtime.open(out, engine="onnxruntime") as bundle:
         assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
 
@@ -247,11 +262,8 @@ def test_a_tied_table_is_stored_once_and_looked_up_in_the_format_of_the_head(
     users = [node.op_type for node in graph.node if "head.weight.blocks" in node.input]
     assert sorted(users) == ["Gather", "MatMulNBits"]
     assert not {"embed.weight", "head.weight"} & {value.name for value in graph.initializer}
-    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
-    columns = [one.i for node in products for one in node.attribute if one.name == "N"]
-    fast = sum(count % (64 if precision == "int4" else 32) == 0 for count in columns)
     told = dlm_export("inspect", out).stdout
-    assert f"fast kernels on CUDA: {fast} of {len(products)} quantised layers" in told
+    assert fast_products(graph, 64 if precision == "int4" else 32) in told
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def _told(
             why = operands.misfit(layer, asked[path], request.form)
             kept.setdefault((why, held[path]), []).append(path)
         if request.form == "cuda" and chosen.weights is not None:
-            slow = chosen.slow_on_cuda(layer.inputs, layer.outputs)
+            slow = chosen.slow_on_cuda(*layer.wide_shape)
             if slow is not None:
                 why = f"each pass converts the matrix to fp16 ({slow})"
                 kept.setdefault((why, held[path]), []).append(path)

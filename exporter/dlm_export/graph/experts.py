@@ -137,7 +137,7 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
         assert dtype is not None
         for stack in stacks:
             model.graph.initializers.pop(stack.weight)
-            shape = _wide_shape(stack)
+            shape = stack.wide_shape
             initialiser(model.graph, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
         replace(model.graph, node, _all_experts(model, node, stacks, dtype))
@@ -229,12 +229,6 @@ def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ..
 # ---- Contents of initialisers ----
 
 
-def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
-    if stack.role == "down":
-        return stack.count * stack.inputs, stack.outputs
-    return stack.inputs, stack.count * stack.outputs
-
-
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join all experts' matrices of a stack into one wide matrix, for ``spread``.
 
@@ -243,7 +237,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """
 
     def rows(at: Index) -> np.ndarray:
-        first, last, _ = at[0].indices(_wide_shape(stack)[0])
+        first, last, _ = at[0].indices(stack.wide_shape[0])
         if stack.role == "down":
             begin, end = first // stack.inputs, -(-last // stack.inputs)
             below = read((slice(begin, end),)).reshape(-1, stack.outputs)
@@ -251,7 +245,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
         beside: np.ndarray = read((slice(0, stack.count), slice(first, last))).transpose(1, 0, 2)
         return beside.reshape(last - first, -1)
 
-    return Lazy(_wide_shape(stack), rows)
+    return Lazy(stack.wide_shape, rows)
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:

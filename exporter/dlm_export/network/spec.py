@@ -148,6 +148,17 @@ class LinearSpec:
         return EMBEDDING if self.is_tied else f"{self.path}.weight"
 
     @property
+    def wide_shape(self) -> tuple[int, int]:
+        """The inputs and outputs of the matrix that a GPU multiplies.
+
+        For experts, this matrix contains the matrices of all experts: side by side, or below each
+        other for ``down``.
+        """
+        if self.role == "down":
+            return self.count * self.inputs, self.outputs
+        return self.inputs, self.count * self.outputs
+
+    @property
     def is_stacked(self) -> bool:
         """True if the weight is a stack of matrices, with one matrix for each expert.
 
