@@ -10,7 +10,7 @@ The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no m
 calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
 text is the Jargon File, which is in the public domain. The first half of the text calibrates the
 bundles. The loss is measured on the second half. With ``@random`` after a precision, random ids
-calibrate the bundle instead of the text.
+calibrate the bundle instead of the text. With ``@cuda``, the bundle is built for the target ``cuda``.
 
 The package contains the weights in llama.cpp's four-bit format Q4_1. The script converts them to
 fp32, and quantises the result to each format. llama.cpp's Q4_1 therefore has an advantage: it can
@@ -113,15 +113,22 @@ class Judge:
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
     """Parse a text such as ``PRECISION+CHANGE+CHANGE``. Changes are keys of ``CHANGES``.
 
-    With ``@random``, the source has no text, so calibration uses random ids.
+    With ``@random``, the source has no text, so calibration uses random ids. With ``@cuda``, the
+    target is ``cuda``.
     """
-    precision, *changes = name.removesuffix("@random").split("+")
+    precision, *changes = name.partition("@")[0].split("+")
     calibration = CalibrationOptions(data, samples, source="text")
     if name.endswith("@random"):
         calibration = CalibrationOptions(None, samples * WINDOW // RANDOM_LENGTH, source="text")
     recipe = {key: value for change in changes for key, value in CHANGES[change].items()}
     quantised = QuantiseOptions(calibration=calibration, recipe_changes=recipe)
-    return BuildOptions(precision=precision, force=True, check_parity=False, quantise=quantised)
+    return BuildOptions(
+        precision=precision,
+        targets=("cuda" if name.endswith("@cuda") else "cpu",),
+        force=True,
+        check_parity=False,
+        quantise=quantised,
+    )
 
 
 def judge_bundle(

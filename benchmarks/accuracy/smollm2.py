@@ -79,6 +79,11 @@ class GgufParameters:
         """
         return self._values[parameter][at].astype(dtype)
 
+    def stored_type(self, parameter: str) -> np.dtype:
+        """Return the type of a parameter's values, after they were dequantised."""
+        found: np.dtype = self._values[parameter].dtype
+        return found
+
     def view(self, parameter: str) -> None:
         """Return None, because every parameter is converted when it is read."""
 
