@@ -218,6 +218,8 @@ def drive(sanitized: Path) -> Drive:  # noqa: F811
             "DLM_CUDA_LIBRARY": "mock_cuda",
             "DLM_TENSORRT": "mock_nvinfer",
             "DLM_ONNXRUNTIME": "mock_onnxruntime",
+            # The mock of ONNX Runtime does not call this library.
+            "DLM_TENSORRT_RTX_PROVIDER": "mock_cuda",
         }
         mocks = {name: str(sanitized / f"lib{mock}.so") for name, mock in variable.items()}
         arguments = [f"{key}={value}" for key, value in options.items()]

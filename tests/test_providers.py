@@ -50,7 +50,6 @@ REGISTERED = (
     "CUDAExecutionProvider",
     "NvTensorRTRTXExecutionProvider",
 )
-ALL = {"MOCK_ORT_PROVIDERS": ",".join((*REGISTERED, "CPUExecutionProvider"))}
 CUDA = {"engine": "auto", "provider": "cuda"}
 
 needs_mocks = pytest.mark.skipif(
@@ -134,12 +133,42 @@ def test_canvases_are_those_of_the_callback_engine(
 def test_every_provider_runs_on_the_device_that_is_asked_for(
     bundle: Path, drive: Drive, provider: str
 ) -> None:
-    variables = ALL | {"MOCK_CUDA_DEVICES": "3"}
+    variables = {"MOCK_CUDA_DEVICES": "3"}
     asked = {"engine": "onnxruntime", "provider": provider, "device": 2}
     told = drive(bundle, variables, cache="dual", **asked)
     name = f"onnxruntime 1.31.1 ({GPU_PROVIDERS[provider]}, Mock GPU, SM 12.0)"
     assert told.opened == ("OK", name)
     assert told.all_same()
+
+
+@needs_mocks
+def test_a_device_without_an_address_must_be_the_only_one(bundle: Path, drive: Drive) -> None:
+    rtx = {"engine": "auto", "provider": "nv_tensorrt_rtx"}
+    assert drive(bundle, {"MOCK_ORT_NO_BUS": "1"}, cache="dual", **rtx).all_same()
+    several = {"MOCK_ORT_NO_BUS": "1", "MOCK_CUDA_DEVICES": "2"}
+    assert drive(bundle, several, device=1, **rtx).opened == (
+        "UNSUPPORTED",
+        "ONNX Runtime's TensorRT-RTX provider does not list the device 1 (Mock GPU, SM 12.0). It runs on RTX GPUs of "
+        "SM 8.6, 8.9 and from 12.0 on, which must be visible in /sys/class/drm.",
+    )
+
+
+@needs_mocks
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"DLM_TENSORRT_RTX_PROVIDER": "/no/such/library.so"}, "/no/such/library.so"),
+        ({"MOCK_ORT_LIBRARIES": "libcudart.so.13: no such file"}, "libcudart.so.13: no such file"),
+    ],
+)
+def test_a_provider_in_a_separate_library_says_what_to_install(
+    bundle: Path, drive: Drive, variables: dict[str, str], sentence: str
+) -> None:
+    status, message = drive(bundle, variables, engine="auto", provider="nv_tensorrt_rtx").opened
+    assert status == "ENGINE_MISSING"
+    assert sentence in message
+    assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in message
+    assert "second line" not in message
 
 
 @needs_mocks
@@ -436,6 +465,22 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(
     assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]
 
 
+def test_the_provider_in_nvidias_wheel_is_found_and_cudas_library_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert providers.plugin_library() is None
+    package = tmp_path / "onnxruntime_ep_nv_tensorrt_rtx"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"get_library_path = lambda: {str(package / 'it.so')!r}\n")
+    (package / "libcudart.so.13.4.36").touch()
+    loaded: list[str] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(providers.ctypes, "CDLL", loaded.append)
+    assert providers.plugin_library() == str(package / "it.so")
+    del sys.modules[package.name]
+    assert loaded == [str(package / "libcudart.so.13.4.36")]
+
+
 # ---- The library itself ----
 
 
@@ -453,54 +498,89 @@ class _Base(ctypes.Structure):
     )
 
 
+class Installed:
+    """The functions of the installed library, which are called by our slots."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
+        path = _native.onnxruntime_library()
+        assert path is not None
+        library = ctypes.CDLL(path)
+        library.OrtGetApiBase.restype = ctypes.POINTER(_Base)
+        found = library.OrtGetApiBase().contents.get_api(24)
+        self.table = ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))
+
+    def call(self, name: str, *given: Any, result: type | None = ctypes.c_void_p) -> Any:
+        """Call a function of the library. A bytes object is a string, and anything else a pointer."""
+        kinds = [ctypes.c_char_p if isinstance(each, bytes) else ctypes.c_void_p for each in given]
+        return ctypes.CFUNCTYPE(result, *kinds)(self.table[_slot(name)])(*given)
+
+    def made(self, name: str, *given: Any, kind: type = ctypes.c_void_p) -> Any:
+        """Call a function that stores its result at the address in its last argument."""
+        out = kind()
+        assert not self.call(name, *given, ctypes.byref(out)), name
+        return out
+
+    def listed(self, name: str, of: Any) -> list[Any]:
+        parts, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        assert not self.call(name, of, ctypes.byref(parts), ctypes.byref(count)), name
+        return parts[: count.value]
+
+    def named(self, name: str, of: Any) -> str:
+        return (self.made(name, of, kind=ctypes.c_char_p).value or b"").decode()
+
+
 def test_placement_is_read_back_from_the_installed_library_by_our_slots(
     llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
-    path = _native.onnxruntime_library()
-    assert path is not None
-    library = ctypes.CDLL(path)
-    library.OrtGetApiBase.restype = ctypes.POINTER(_Base)
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
-    found_api = library.OrtGetApiBase().contents.get_api(24)
-    table = ctypes.cast(found_api, ctypes.POINTER(pointer))
-
-    def call(name: str, *given: Any, result: type | None = pointer) -> None:
-        """Call a function of the library. A bytes object is a string, and anything else a pointer."""
-        kinds = [text if isinstance(each, bytes) else pointer for each in given]
-        status = ctypes.CFUNCTYPE(result, *kinds)(table[_slot(name)])(*given)
-        assert not status, name
-
-    def made(name: str, *given: Any, kind: type = pointer) -> Any:
-        """Call a function that stores its result at the address in its last argument."""
-        out = kind()
-        call(name, *given, ctypes.byref(out))
-        return out
-
-    def listed(name: str, of: Any) -> list[Any]:
-        parts, count = ctypes.POINTER(pointer)(), ctypes.c_size_t()
-        call(name, of, ctypes.byref(parts), ctypes.byref(count))
-        return parts[: count.value]
-
-    def named(name: str, of: Any) -> str:
-        return (made(name, of, kind=text).value or b"").decode()
-
-    env = made("CreateEnv", 4, b"test")
-    options = made("CreateSessionOptions")
-    call("AddSessionConfigEntry", options, b"session.record_ep_graph_assignment_info", b"1")
-    session = made("CreateSession", env, str(llada_bundle / "denoiser.onnx").encode(), options)
-    parts = listed("GetPlacement", session)
+    ort = Installed(monkeypatch)
+    env = ort.made("CreateEnv", 4, b"test")
+    options = ort.made("CreateSessionOptions")
+    ort.call("AddSessionConfigEntry", options, b"session.record_ep_graph_assignment_info", b"1")
+    session = ort.made("CreateSession", env, str(llada_bundle / "denoiser.onnx").encode(), options)
+    parts = ort.listed("GetPlacement", session)
     assert len(parts) > 10
     found = set()
     for part in parts:
-        assert named("PlacementGetProvider", part) == "CPUExecutionProvider"
-        for node in listed("PlacementGetNodes", part):
-            assert named("PlacedNodeGetDomain", node) in ("", "com.microsoft")
-            assert named("PlacedNodeGetName", node)
-            found.add(named("PlacedNodeGetOperator", node))
+        assert ort.named("PlacementGetProvider", part) == "CPUExecutionProvider"
+        for node in ort.listed("PlacementGetNodes", part):
+            assert ort.named("PlacedNodeGetDomain", node) in ("", "com.microsoft")
+            assert ort.named("PlacedNodeGetName", node)
+            found.add(ort.named("PlacedNodeGetOperator", node))
     assert {"MatMul", "Gather"} <= found
     for name, held in (("Session", session), ("SessionOptions", options), ("Env", env)):
-        call(f"Release{name}", held, result=None)
+        ort.call(f"Release{name}", held, result=None)
+
+
+def test_a_providers_library_is_registered_by_our_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ort = Installed(monkeypatch)
+    env = ort.made("CreateEnv", 4, b"test")
+    devices = ort.listed("GetProviderDevices", env)
+    names = [
+        ort.call("ProviderDeviceGetProvider", device, result=ctypes.c_char_p) for device in devices
+    ]
+    assert names == [b"CPUExecutionProvider"]
+    hardware = ort.call("ProviderDeviceGetHardware", devices[0], result=ctypes.c_void_p)
+    metadata = ort.call("HardwareGetMetadata", hardware, result=ctypes.c_void_p)
+    assert ort.call("GetKeyValue", metadata, b"pci_bus_id", result=ctypes.c_char_p) is None
+    options = ort.made("CreateSessionOptions")
+    chosen = (ctypes.c_void_p * 1)(devices[0])
+    assert not ort.call("AppendProviderDevices", options, env, chosen, 1, None, None, 0)
+    library = str(tmp_path / "none.so").encode()
+    failure = ort.call("RegisterProviderLibrary", env, b"provider", library)
+    message = ort.call("GetErrorMessage", failure, result=ctypes.c_char_p)
+    assert f"{tmp_path}/none.so: cannot open shared object file" in message.decode()
+    for name, held in (("Status", failure), ("SessionOptions", options), ("Env", env)):
+        ort.call(f"Release{name}", held, result=None)
+
+
+def test_a_machine_without_a_driver_is_told_so_first(llada_bundle: Path) -> None:
+    with pytest.raises(
+        dlm_runtime.EngineError, match=r"cannot find the CUDA driver.*Install NVIDIA's driver"
+    ):
+        dlm_runtime.open(llada_bundle, provider="nv_tensorrt_rtx")
 
 
 # ---- From the command line ----

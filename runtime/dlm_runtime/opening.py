@@ -71,11 +71,15 @@ def open(
     """
     kept = count_of("prefix_cache_bytes", prefix_cache_bytes, MOST_BYTES)
     name, device = providers.parse(provider)
+    plugin = None
     if name != "cpu":
         engine = "onnxruntime" if engine == "auto" else engine
         if library is None and not os.environ.get("DLM_ONNXRUNTIME"):
             providers.check_wheels()
-            providers.load_libraries()
+            if name != "nv_tensorrt_rtx":
+                providers.load_libraries()
+        if name == "nv_tensorrt_rtx" and not os.environ.get("DLM_TENSORRT_RTX_PROVIDER"):
+            plugin = providers.plugin_library()
     if engine == "auto":
         # The library depends on the engine, and the engine depends on the bundle's manifest. The
         # manifest is therefore read first, without an engine.
@@ -97,6 +101,7 @@ def open(
         provider=name.encode(),
         device=device,
         allow_fallback=int(allow_fallback),
+        provider_library=None if plugin is None else os.fsencode(plugin),
         threads=threads,
         prefix_cache_bytes=kept,
     )
@@ -120,7 +125,7 @@ def _open(
     library: str | Path | None,
     check_hashes: bool,
     prefix_cache_bytes: int = 0,
-    **others: bytes | int,
+    **others: bytes | int | None,
 ) -> Handle:
     """Open the bundle in the native library.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import re
 from importlib import metadata
@@ -22,6 +23,8 @@ _LIBRARIES = (
     "libcufft.so.*",
     "libcudnn.so.9",
 )
+# The package in NVIDIA's wheels onnxruntime-ep-nv-tensorrt-rtx-cu12 and -cu13.
+_PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"
 
 
 def parse(provider: str) -> tuple[str, int]:
@@ -66,6 +69,20 @@ def load_libraries() -> None:
     for paths in _in_wheels().values():
         for path in paths:
             ctypes.CDLL(str(path))
+
+
+def plugin_library() -> str | None:
+    """Return the path of the TensorRT-RTX provider in NVIDIA's wheel, or None if it is missing.
+
+    The import of NVIDIA's package loads the libraries of TensorRT-RTX.
+    """
+    if importlib.util.find_spec(_PLUGIN) is None:
+        return None
+    path = Path(importlib.import_module(_PLUGIN).get_library_path())
+    # The import does not load CUDA's library, whose file name the system's loader does not know.
+    for library in path.parent.glob("libcudart.so.*"):
+        ctypes.CDLL(str(library))
+    return str(path)
 
 
 def cuda_libraries() -> list[str]:

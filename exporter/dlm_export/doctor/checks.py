@@ -25,6 +25,7 @@ EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
     "rtx": "engines for RTX 20 to 50 and other GPUs of TensorRT-RTX, built without a GPU",
+    "rtx-run": "ONNX Runtime's TensorRT-RTX provider",
     "gpu": "ONNX Runtime on an NVIDIA GPU; only one of the two wheels of ONNX Runtime may be installed",
     "modelopt": "calibrating by NVIDIA's modelopt",
     "serve": "the HTTP server of `dlm-export serve`",

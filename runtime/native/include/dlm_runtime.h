@@ -394,6 +394,10 @@ typedef struct dlm_open_options {
   void* log_user;         /* passed to on_log (NULL) */
   int32_t log_severity;   /* the lowest severity that on_log receives, DLM_LOG_...
                              (DLM_LOG_WARNING) */
+  const char* provider_library; /* path of the library with provider "nv_tensorrt_rtx". NULL
+                                   (default): the path in $DLM_TENSORRT_RTX_PROVIDER, or
+                                   libonnxruntime_providers_nv_tensorrt_rtx.so if this variable is
+                                   not set */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
 
@@ -412,10 +416,11 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  * another thread reads it. If your program starts threads that read the environment, set the
  * variable before you start them.
  *
- * GPU providers need a build of ONNX Runtime 1.24 or newer that includes the provider
- * (onnxruntime-gpu). They also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default
- * libcuda.so.1). If the bundle contains a graph for GPUs, the provider runs this graph. Sessions
- * store their keys and values on the GPU.
+ * GPU providers need ONNX Runtime 1.24 or newer. "cuda" and "tensorrt" need a build that includes
+ * the provider (onnxruntime-gpu). "nv_tensorrt_rtx" is in a separate library, which any build can
+ * load (onnxruntime-ep-nv-tensorrt-rtx-cu13). All of them also need the library of the GPU driver
+ * ($DLM_CUDA_LIBRARY, by default libcuda.so.1). If the bundle contains a graph for GPUs, the
+ * provider runs this graph. Sessions store their keys and values on the GPU.
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
  * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file that was

@@ -9,6 +9,7 @@
 // that fail.
 #include "mock_cuda.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -214,6 +215,13 @@ CUresult cuDeviceGetCount(int* count) {
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetByPCIBusId(CUdevice* device, const char* address) {
+  unsigned bus = 0;
+  if (std::sscanf(address, "0000:%x:00.0", &bus) != 1) return CUDA_ERROR_INVALID_VALUE;
+  *device = static_cast<CUdevice>(bus);
   return CUDA_SUCCESS;
 }
 

@@ -12,8 +12,9 @@
 //
 // $MOCK_ORT_VERSION is the version that the mock reports (default 1.31.1). $MOCK_ORT_PROVIDERS
 // lists the providers (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that
-// a provider cannot load. $MOCK_ORT_FULL is the call that fails because the device is full, for
-// example "Run:2". $MOCK_CUDA_FAIL lists the calls that fail.
+// a provider cannot load. If $MOCK_ORT_NO_BUS is set, devices have no addresses. $MOCK_ORT_FULL is
+// the call that fails because the device is full, for example "Run:2". $MOCK_CUDA_FAIL lists the
+// calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
 // device, and all other arrays must be in host memory. If work is still queued on the engine's
@@ -41,6 +42,17 @@ struct OrtStatus {
   std::string message;
 };
 struct OrtEnv {};
+struct OrtKeyValuePairs {
+  std::map<std::string, std::string> values;
+};
+struct OrtHardwareDevice {
+  OrtKeyValuePairs metadata;
+};
+struct OrtEpDevice {
+  std::string provider;
+  int device;
+  OrtHardwareDevice hardware;
+};
 struct OrtMemoryInfo {
   std::string name;
   int device;
@@ -324,6 +336,27 @@ OrtStatus* update(Options* options, const char* const* keys, const char* const* 
   return nullptr;
 }
 
+// The devices of the registered libraries, which all environments share.
+std::vector<OrtEpDevice>& devices() {
+  static std::vector<OrtEpDevice> all = {{kCpu, 0, {}}};
+  return all;
+}
+
+// The devices are in the reverse of CUDA's order.
+OrtStatus* register_library(OrtEnv*, const char* name, const char*) {
+  for (const OrtEpDevice& device : devices())
+    if (device.provider == name) return refuse(std::string(name) + " is already registered");
+  OrtCUDAProviderOptionsV2 unused;
+  if (OrtStatus* const failure = update(&unused, nullptr, nullptr, 0)) return failure;
+  for (int i = std::stoi(variable("MOCK_CUDA_DEVICES", "1")); i-- > 0;) {
+    OrtEpDevice device{name, i, {}};
+    if (variable("MOCK_ORT_NO_BUS", "").empty())
+      device.hardware.metadata.values["pci_bus_id"] = "0000:0" + std::to_string(i) + ":00.0";
+    devices().push_back(device);
+  }
+  return nullptr;
+}
+
 template <class Options>
 OrtStatus* append(OrtSessionOptions* options, const Options* given, const char* provider) {
   if (OrtStatus* const failure = noted("AppendProvider")) return failure;
@@ -478,13 +511,27 @@ void fill_table() {
         return append(options, given, "TensorrtExecutionProvider");
       });
   put<ReleaseTensorRtProviderOptions>([](OrtTensorRTProviderOptionsV2* one) { delete one; });
-  put<AppendProvider>([](OrtSessionOptions* options, const char* name, const char* const* keys,
-                         const char* const* values, size_t count) -> OrtStatus* {
-    if (std::string(name) != "NvTensorRtRtx")
-      return refuse("Unknown provider name.", kInvalidArgument);
-    OrtCUDAProviderOptionsV2 given;
-    if (OrtStatus* const failure = update(&given, keys, values, count)) return failure;
-    return append(options, &given, "NvTensorRTRTXExecutionProvider");
+  put<RegisterProviderLibrary>(register_library);
+  put<GetProviderDevices>(
+      [](const OrtEnv*, const OrtEpDevice* const** out, size_t* count) -> OrtStatus* {
+        static std::vector<const OrtEpDevice*> pointers;
+        pointers.clear();
+        for (const OrtEpDevice& device : devices()) pointers.push_back(&device);
+        *out = pointers.data(), *count = pointers.size();
+        return nullptr;
+      });
+  put<ProviderDeviceGetProvider>([](const OrtEpDevice* one) { return one->provider.c_str(); });
+  put<ProviderDeviceGetHardware>([](const OrtEpDevice* one) { return &one->hardware; });
+  put<HardwareGetMetadata>([](const OrtHardwareDevice* one) { return &one->metadata; });
+  put<GetKeyValue>([](const OrtKeyValuePairs* pairs, const char* key) -> const char* {
+    const auto found = pairs->values.find(key);
+    return found == pairs->values.end() ? nullptr : found->second.c_str();
+  });
+  put<AppendProviderDevices>([](OrtSessionOptions* options, OrtEnv*, const OrtEpDevice* const* all,
+                                size_t count, const char* const*, const char* const*, size_t) {
+    if (count != 1) return refuse("one device is expected");
+    const OrtCUDAProviderOptionsV2 given{{{"device_id", std::to_string(all[0]->device)}}};
+    return append(options, &given, all[0]->provider.c_str());
   });
   put<GetPlacement>([](const OrtSession* session, const OrtEpAssignedSubgraph* const** parts,
                        size_t* count) -> OrtStatus* {

@@ -124,9 +124,17 @@ CHECK_SLOT_OF(AppendCudaProvider, SessionOptionsAppendExecutionProvider_CUDA_V2)
 CHECK_SLOT_OF(CreateCudaProviderOptions, CreateCUDAProviderOptions);
 CHECK_SLOT_OF(UpdateCudaProviderOptions, UpdateCUDAProviderOptions);
 CHECK_SLOT_OF(ReleaseCudaProviderOptions, ReleaseCUDAProviderOptions);
-CHECK_SLOT_OF(AppendProvider, SessionOptionsAppendExecutionProvider);
 CHECK_SLOT_OF(KernelContextGetAllocator, KernelContext_GetAllocator);
 CHECK_SLOT_OF(KernelContextParallelFor, KernelContext_ParallelFor);
+#if ORT_API_VERSION >= 22
+CHECK_SLOT(GetKeyValue);
+CHECK_SLOT_OF(RegisterProviderLibrary, RegisterExecutionProviderLibrary);
+CHECK_SLOT_OF(GetProviderDevices, GetEpDevices);
+CHECK_SLOT_OF(AppendProviderDevices, SessionOptionsAppendExecutionProvider_V2);
+CHECK_SLOT_OF(HardwareGetMetadata, HardwareDevice_Metadata);
+CHECK_SLOT_OF(ProviderDeviceGetProvider, EpDevice_EpName);
+CHECK_SLOT_OF(ProviderDeviceGetHardware, EpDevice_Device);
+#endif
 #if ORT_API_VERSION >= 24
 static_assert(dlm::ort::kPlacementVersion == 24);
 CHECK_SLOT_OF(GetPlacement, Session_GetEpGraphAssignmentInfo);

@@ -42,7 +42,8 @@ dlm_open_options default_open_options() {
 
 dlm::ProviderChoice provider_of(const dlm_open_options& options) {
   return {options.provider == nullptr ? "" : options.provider, options.device,
-          options.allow_fallback != 0};
+          options.allow_fallback != 0,
+          options.provider_library == nullptr ? "" : options.provider_library};
 }
 
 // On GPUs, all layers keep the rows of all positions, in order. The graph masks the rows outside of

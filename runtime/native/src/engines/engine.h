@@ -316,6 +316,7 @@ struct ProviderChoice {
   std::string name = "cpu";
   int32_t device = 0;
   bool allow_fallback = false;
+  std::string library{};  // provider_library
 
   bool is_gpu() const { return name != "cpu"; }
 };

@@ -54,6 +54,7 @@ struct CUDA_MEMCPY2D {
   CALL(cuGetErrorName, CUresult, const char**)                      \
   CALL(cuDeviceGetCount, int*)                                      \
   CALL(cuDeviceGet, CUdevice*, int)                                 \
+  CALL(cuDeviceGetByPCIBusId, CUdevice*, const char*)               \
   CALL(cuDeviceGetName, char*, int, CUdevice)                       \
   CALL(cuDeviceGetAttribute, int*, int, CUdevice)                   \
   CALL(cuDevicePrimaryCtxRetain, CUcontext*, CUdevice)              \
@@ -109,6 +110,11 @@ class CudaDevice {
   const Cuda& cuda() const { return cuda_; }
   int32_t sm() const { return sm_; }  // compute capability; 89 means 8.9
   const std::string& name() const { return name_; }
+  // Returns true if this device has the address on the PCI bus, for example "0000:c1:00.0".
+  bool is_at(const char* pci_bus_id) const {
+    CUdevice found = 0;
+    return cuda_.cuDeviceGetByPCIBusId(&found, pci_bus_id) == CUDA_SUCCESS && found == device_;
+  }
 
   // While a Use object exists, the device's context is current in the thread that created the
   // object.

@@ -23,8 +23,11 @@ struct OrtCustomOpDomain;
 struct OrtEnv;
 struct OrtEpAssignedNode;
 struct OrtEpAssignedSubgraph;
+struct OrtEpDevice;
+struct OrtHardwareDevice;
 struct OrtKernelContext;
 struct OrtKernelInfo;
+struct OrtKeyValuePairs;
 struct OrtMemoryInfo;
 struct OrtRunOptions;
 struct OrtSession;
@@ -148,12 +151,19 @@ using CreateCudaProviderOptions = Entry<205, OrtStatus*(OrtCUDAProviderOptionsV2
 using UpdateCudaProviderOptions = Entry<206, OrtStatus*(OrtCUDAProviderOptionsV2*, const char* const* keys,
                                                         const char* const* values, size_t count)>;
 using ReleaseCudaProviderOptions = Entry<208, void(OrtCUDAProviderOptionsV2*)>;
-using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* name, const char* const* keys,
-                                             const char* const* values, size_t count)>;
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using SetUserLoggingFunction = Entry<266, OrtStatus*(OrtSessionOptions*, LoggingFunction, void* user)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
+// These functions exist since version 22. ONNX Runtime owns the results.
+using GetKeyValue = Entry<297, const char*(const OrtKeyValuePairs*, const char* key)>;
+using RegisterProviderLibrary = Entry<301, OrtStatus*(OrtEnv*, const char* name, const char* path)>;
+using GetProviderDevices = Entry<303, OrtStatus*(const OrtEnv*, const OrtEpDevice* const**, size_t*)>;
+using AppendProviderDevices = Entry<304, OrtStatus*(OrtSessionOptions*, OrtEnv*, const OrtEpDevice* const*, size_t device_count,
+                                                    const char* const* keys, const char* const* values, size_t count)>;
+using HardwareGetMetadata = Entry<311, const OrtKeyValuePairs*(const OrtHardwareDevice*)>;
+using ProviderDeviceGetProvider = Entry<312, const char*(const OrtEpDevice*)>;
+using ProviderDeviceGetHardware = Entry<316, const OrtHardwareDevice*(const OrtEpDevice*)>;
 // These functions exist since the version kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "base/dynamic_library.h"
 #include "base/error.h"
 #include "engines/onnxruntime/ort_handles.h"
 
@@ -20,8 +22,10 @@ constexpr Provider kProviders[] = {
 constexpr char kFromWheel[] =
     "Run `pip uninstall onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu` (Linux on "
     "x86-64), or set DLM_ONNXRUNTIME to a library that has it.";
-constexpr char kFromBuild[] =
-    "No wheel of onnxruntime-gpu has it: set DLM_ONNXRUNTIME to a library that was built with it.";
+constexpr char kFromPlugin[] =
+    "Run `pip install onnxruntime-ep-nv-tensorrt-rtx-cu13` (or -cu12, for a driver of CUDA 12), or "
+    "set provider_library of dlm_open_options or DLM_TENSORRT_RTX_PROVIDER to its path, and name "
+    "the folder of libtensorrt_rtx.so.1 in LD_LIBRARY_PATH.";
 constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
@@ -36,6 +40,8 @@ bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
+bool is_plugin(const Provider& provider) { return is(provider, "nv_tensorrt_rtx"); }
+
 // If ONNX Runtime could not load a provider, throws an error with ONNX Runtime's message, but
 // without the place in ONNX Runtime's source code.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
@@ -47,7 +53,8 @@ void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provi
   if (const size_t place = first.find(mark); place != std::string::npos)
     first.erase(0, place + mark.size());
   throw Error(DLM_ENGINE_MISSING, std::string("ONNX Runtime's ") + provider.label +
-                                      " provider: " + one_line(first) + ". " + kLibraries);
+                                      " provider: " + one_line(first) + ". " +
+                                      (is_plugin(provider) ? kFromPlugin : kLibraries));
 }
 
 using Options = std::vector<std::pair<const char*, std::string>>;
@@ -78,6 +85,58 @@ void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
                                                                  options);
 }
 
+// Returns the devices that the provider can use. The list is empty until the provider's library has
+// been registered.
+std::vector<const OrtEpDevice*> devices_of(const ort::Api& api, const OrtEnv* env,
+                                           const Provider& provider) {
+  const OrtEpDevice* const* all = nullptr;
+  size_t count = 0;
+  check(api, api.call<ort::GetProviderDevices>(env, &all, &count),
+        "listing ONNX Runtime's devices");
+  std::vector<const OrtEpDevice*> found;
+  for (size_t i = 0; i < count; ++i)
+    if (std::strcmp(api.call<ort::ProviderDeviceGetProvider>(all[i]), provider.registered) == 0)
+      found.push_back(all[i]);
+  return found;
+}
+
+// ONNX Runtime and CUDA may list devices in different orders, so devices are compared by their
+// addresses on the PCI bus.
+void add_plugin(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
+                const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options) {
+  static std::mutex registering;  // ONNX Runtime refuses a second registration
+  const std::lock_guard<std::mutex> lock(registering);
+  std::vector<const OrtEpDevice*> devices = devices_of(api, env, provider);
+  if (devices.empty()) {
+    std::string path;
+    open_library({"ONNX Runtime's TensorRT-RTX provider",
+                  "DLM_TENSORRT_RTX_PROVIDER",
+                  {"libonnxruntime_providers_nv_tensorrt_rtx.so"},
+                  kFromPlugin},
+                 choice.library, &path);
+    check_added(api, api.call<ort::RegisterProviderLibrary>(env, provider.registered, path.c_str()),
+                provider);
+    devices = devices_of(api, env, provider);
+  }
+  for (const OrtEpDevice* const each : devices) {
+    const OrtHardwareDevice* const hardware = api.call<ort::ProviderDeviceGetHardware>(each);
+    const char* const address =
+        api.call<ort::GetKeyValue>(api.call<ort::HardwareGetMetadata>(hardware), "pci_bus_id");
+    // Some systems do not report the address. Then the device must be the only one.
+    if (address == nullptr ? devices.size() > 1 : !device.is_at(address)) continue;
+    return check_added(api,
+                       api.call<ort::AppendProviderDevices>(options, env, &each, size_t{1}, nullptr,
+                                                            nullptr, size_t{0}),
+                       provider);
+  }
+  throw Error(DLM_UNSUPPORTED, std::string("ONNX Runtime's ") + provider.label +
+                                   " provider does not list the device " +
+                                   std::to_string(choice.device) + " (" + device.name() + ", SM " +
+                                   sm_text(device.sm()) +
+                                   "). It runs on RTX GPUs of SM 8.6, 8.9 and from 12.0 on, which "
+                                   "must be visible in /sys/class/drm.");
+}
+
 }  // namespace
 
 const Provider* find_provider(const std::string& name) {
@@ -92,6 +151,7 @@ const Provider* find_provider(const std::string& name) {
 
 void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider) {
+  if (is_plugin(provider)) return;
   char** names = nullptr;
   int count = 0;
   check(api, api.call<ort::GetAvailableProviders>(&names, &count),
@@ -106,25 +166,18 @@ void check_provider_there(const ort::Api& api, const std::string& version,
         "listing ONNX Runtime's providers");
   if (is_there) return;
   throw Error(DLM_ENGINE_MISSING, "this ONNX Runtime " + version + " has no " +
-                                      provider.registered + ", only " + all + ". " +
-                                      (is(provider, "nv_tensorrt_rtx") ? kFromBuild : kFromWheel));
+                                      provider.registered + ", only " + all + ". " + kFromWheel);
 }
 
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
-                  OrtSessionOptions* options) {
+                  const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options) {
+  if (is_plugin(provider)) return add_plugin(api, provider, choice, device, env, options);
   if (is(provider, "cuda")) return add_cuda(api, choice.device, options);
   const Options given = {{"device_id", std::to_string(choice.device)}};
-  if (is(provider, "nv_tensorrt_rtx")) {
-    const char *const key = given[0].first, *const value = given[0].second.c_str();
-    check_added(api,
-                api.call<ort::AppendProvider>(options, "NvTensorRtRtx", &key, &value, size_t{1}),
-                provider);
-  } else {
-    add<ort::CreateTensorRtProviderOptions, ort::UpdateTensorRtProviderOptions,
-        ort::AppendTensorRtProvider, ort::ReleaseTensorRtProviderOptions,
-        OrtTensorRTProviderOptionsV2>(api, provider, given, options);
-    if (choice.allow_fallback) add_cuda(api, choice.device, options);
-  }
+  add<ort::CreateTensorRtProviderOptions, ort::UpdateTensorRtProviderOptions,
+      ort::AppendTensorRtProvider, ort::ReleaseTensorRtProviderOptions,
+      OrtTensorRTProviderOptionsV2>(api, provider, given, options);
+  if (choice.allow_fallback) add_cuda(api, choice.device, options);
 }
 
 std::string left_behind(const ort::Api& api, const OrtSession* session, const Provider& provider) {

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "engines/cuda/cuda_api.h"
 #include "engines/engine.h"
 #include "engines/onnxruntime/ort_api.h"
 
@@ -18,8 +19,8 @@ struct Provider {
 // DLM_UNSUPPORTED for an unknown name. The message lists the known names.
 const Provider* find_provider(const std::string& name);
 
-// Throws an Error with status DLM_ENGINE_MISSING if ONNX Runtime was built without the provider.
-// The message says what to install.
+// Throws an Error with status DLM_ENGINE_MISSING if ONNX Runtime was built without the provider,
+// unless the provider is in a separate library. The message says what to install.
 void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
@@ -27,8 +28,11 @@ void check_provider_there(const ort::Api& api, const std::string& version,
 // also adds the CUDA provider, which runs the nodes that TensorRT does not run. Throws an Error
 // with status DLM_ENGINE_MISSING if a dependency cannot be loaded. The message says what to
 // install.
+//
+// TensorRT-RTX is in a separate library. The function registers this library in `env`, unless
+// `env` knows the provider already. `device` is the device that `choice` names.
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
-                  OrtSessionOptions* options);
+                  const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options);
 
 // Lists the nodes of a session that the provider does not run, for example "12 of 95 nodes: 8
 // BitShift (unpack_0, ...), 4 Shape (...)". Does not list nodes that only compute sizes of tensors.
