@@ -144,7 +144,8 @@ def test_every_provider_runs_on_the_device_that_is_asked_for(
 @needs_mocks
 def test_a_device_without_an_address_must_be_the_only_one(bundle: Path, drive: Drive) -> None:
     rtx = {"engine": "auto", "provider": "nv_tensorrt_rtx"}
-    assert drive(bundle, {"MOCK_ORT_NO_BUS": "1"}, cache="dual", **rtx).all_same()
+    named = {"DLM_TENSORRT_RTX_PROVIDER": "libdl.so.2"}  # the loader finds this library
+    assert drive(bundle, {"MOCK_ORT_NO_BUS": "1"} | named, cache="dual", **rtx).all_same()
     several = {"MOCK_ORT_NO_BUS": "1", "MOCK_CUDA_DEVICES": "2"}
     assert drive(bundle, several, device=1, **rtx).opened == (
         "UNSUPPORTED",

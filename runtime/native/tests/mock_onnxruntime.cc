@@ -343,7 +343,8 @@ std::vector<OrtEpDevice>& devices() {
 }
 
 // The devices are in the reverse of CUDA's order.
-OrtStatus* register_library(OrtEnv*, const char* name, const char*) {
+OrtStatus* register_library(OrtEnv*, const char* name, const char* path) {
+  if (path[0] != '/') return refuse("no such file in ONNX Runtime's folder");
   for (const OrtEpDevice& device : devices())
     if (device.provider == name) return refuse(std::string(name) + " is already registered");
   OrtCUDAProviderOptionsV2 unused;
@@ -512,6 +513,12 @@ void fill_table() {
       });
   put<ReleaseTensorRtProviderOptions>([](OrtTensorRTProviderOptionsV2* one) { delete one; });
   put<RegisterProviderLibrary>(register_library);
+  put<UnregisterProviderLibrary>([](OrtEnv*, const char* name) -> OrtStatus* {
+    auto& all = devices();
+    const auto ours = [&](const OrtEpDevice& device) { return device.provider == name; };
+    all.erase(std::remove_if(all.begin(), all.end(), ours), all.end());
+    return nullptr;
+  });
   put<GetProviderDevices>(
       [](const OrtEnv*, const OrtEpDevice* const** out, size_t* count) -> OrtStatus* {
         static std::vector<const OrtEpDevice*> pointers;

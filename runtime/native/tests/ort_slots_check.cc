@@ -129,6 +129,7 @@ CHECK_SLOT_OF(KernelContextParallelFor, KernelContext_ParallelFor);
 #if ORT_API_VERSION >= 22
 CHECK_SLOT(GetKeyValue);
 CHECK_SLOT_OF(RegisterProviderLibrary, RegisterExecutionProviderLibrary);
+CHECK_SLOT_OF(UnregisterProviderLibrary, UnregisterExecutionProviderLibrary);
 CHECK_SLOT_OF(GetProviderDevices, GetEpDevices);
 CHECK_SLOT_OF(AppendProviderDevices, SessionOptionsAppendExecutionProvider_V2);
 CHECK_SLOT_OF(HardwareGetMetadata, HardwareDevice_Metadata);

@@ -158,6 +158,7 @@ using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, 
 // These functions exist since version 22. ONNX Runtime owns the results.
 using GetKeyValue = Entry<297, const char*(const OrtKeyValuePairs*, const char* key)>;
 using RegisterProviderLibrary = Entry<301, OrtStatus*(OrtEnv*, const char* name, const char* path)>;
+using UnregisterProviderLibrary = Entry<302, OrtStatus*(OrtEnv*, const char* name)>;
 using GetProviderDevices = Entry<303, OrtStatus*(const OrtEnv*, const OrtEpDevice* const**, size_t*)>;
 using AppendProviderDevices = Entry<304, OrtStatus*(OrtSessionOptions*, OrtEnv*, const OrtEpDevice* const*, size_t device_count,
                                                     const char* const* keys, const char* const* values, size_t count)>;

@@ -1,8 +1,13 @@
 #include "engines/onnxruntime/ort_provider.h"
 
+#include <dlfcn.h>
+#include <link.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -100,6 +105,15 @@ std::vector<const OrtEpDevice*> devices_of(const ort::Api& api, const OrtEnv* en
   return found;
 }
 
+// Returns the path of a loaded library. ONNX Runtime would look for a name, or for a relative path,
+// in its own folder.
+std::string absolute_path(void* library) {
+  const link_map* map = nullptr;
+  dlinfo(library, RTLD_DI_LINKMAP, &map);
+  const std::unique_ptr<char, decltype(&std::free)> path(realpath(map->l_name, nullptr), std::free);
+  return path == nullptr ? map->l_name : path.get();
+}
+
 // ONNX Runtime and CUDA may list devices in different orders, so devices are compared by their
 // addresses on the PCI bus.
 void add_plugin(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
@@ -107,14 +121,17 @@ void add_plugin(const ort::Api& api, const Provider& provider, const ProviderCho
   static std::mutex registering;  // ONNX Runtime refuses a second registration
   const std::lock_guard<std::mutex> lock(registering);
   std::vector<const OrtEpDevice*> devices = devices_of(api, env, provider);
-  if (devices.empty()) {
-    std::string path;
-    open_library({"ONNX Runtime's TensorRT-RTX provider",
-                  "DLM_TENSORRT_RTX_PROVIDER",
-                  {"libonnxruntime_providers_nv_tensorrt_rtx.so"},
-                  kFromPlugin},
-                 choice.library, &path);
-    check_added(api, api.call<ort::RegisterProviderLibrary>(env, provider.registered, path.c_str()),
+  const bool is_new = devices.empty();
+  if (is_new) {
+    std::string name;
+    void* const library = open_library({"ONNX Runtime's TensorRT-RTX provider",
+                                        "DLM_TENSORRT_RTX_PROVIDER",
+                                        {"libonnxruntime_providers_nv_tensorrt_rtx.so"},
+                                        kFromPlugin},
+                                       choice.library, &name);
+    check_added(api,
+                api.call<ort::RegisterProviderLibrary>(env, provider.registered,
+                                                       absolute_path(library).c_str()),
                 provider);
     devices = devices_of(api, env, provider);
   }
@@ -129,6 +146,10 @@ void add_plugin(const ort::Api& api, const Provider& provider, const ProviderCho
                                                             nullptr, size_t{0}),
                        provider);
   }
+  // Without this call, the next attempt could not register the library.
+  if (is_new)
+    check(api, api.call<ort::UnregisterProviderLibrary>(env, provider.registered),
+          "removing ONNX Runtime's TensorRT-RTX provider");
   throw Error(DLM_UNSUPPORTED, std::string("ONNX Runtime's ") + provider.label +
                                    " provider does not list the device " +
                                    std::to_string(choice.device) + " (" + device.name() + ", SM " +
