@@ -141,7 +141,7 @@ def judge_bundle(
     report = build_from(source, folder, options_of(name, data, samples))
     size = sum(size for file, size in report.files_bytes.items() if "onnx" in file)
     row: dict[str, Any] = {"name": name, "bytes": size, "told": report.warnings}
-    with dlm_runtime.open(folder) as bundle:
+    with dlm_runtime.open(folder, engine="onnxruntime") as bundle:
         row |= judge.compare(lambda window: bundle.logits(window.tolist()))
     shutil.rmtree(folder)
     return row
