@@ -114,8 +114,8 @@ def dream_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained demo denoiser as an fp32 bundle."""
-    return made_once(tmp_path_factory, "demo", _build(DEMO_CHECKPOINT))
+    """The trained demo denoiser as an fp32 bundle. test_docs.py compares such a bundle with torch."""
+    return made_once(tmp_path_factory, "demo", _build(DEMO_CHECKPOINT, check_parity=False))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from checkpoints import llada_moe_config, sdar_config, write_checkpoint
+from checkpoints import llada2_config, sdar_config, write_checkpoint
 from engine_bundles import dlm_export, gpu_bundle, read_manifest, refused, tiny
 from hypothesis import strategies as st
 
@@ -210,7 +210,7 @@ def fast_products(graph: onnx.GraphProto, columns: int) -> str:
 
 
 def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", llada_moe_config())
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", llada2_config())
     out = gpu_bundle("int8", "cuda", source=checkpoint, activations="fp16")
     graph = onnx.load(out / "device.onnx", load_external_data=False).graph
     of_experts = [

@@ -1,10 +1,10 @@
 """Tests of the documentation: its commands run, its programs compile, its links have a target, and
 the names in its text exist.
 
-The tests run the commands of README, "Add a model family" and three tutorials, with tiny denoisers
-and in one process. Commands that take minutes or download something are listed in ``LEFT_OUT``. The
-tests only check that the files in these commands exist. All Python samples are run, and all C
-samples are compiled.
+The tests run the commands of README with the demo, and those of "Add a model family", in one
+process. Slow tests run the commands of three tutorials with tiny denoisers. Commands that take
+minutes or download something are listed in ``LEFT_OUT``. The tests only check that the files in
+these commands exist. All Python samples are run, and all C samples are compiled.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import click
 import pytest
 from checkpoints import llada_config, write_checkpoint
+from conftest import DEMO_CHECKPOINT
 
 import dlm_runtime
 from dlm_export import targets
@@ -66,10 +67,10 @@ SAMPLES = [
 
 # Maps a placeholder on a page to the folder that replaces it in these tests. The programs in README
 # open build/demo.
-PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
+PLACEHOLDERS = {"CHECKPOINT": str(DEMO_CHECKPOINT), "BUNDLE": "build/demo"}
 
 # Options that are added to a command, because its default compares many texts with PyTorch.
-SHORTENED = {"verify": ["--count", "2", "--new-tokens", "12"]}
+SHORTENED = {"verify": ["--count", "1", "--new-tokens", "12"]}
 
 # Commands that are not run: the start of the command, and the reason. The test checks that the
 # files that these commands name exist.
@@ -86,8 +87,8 @@ LEFT_OUT = {
 # A program that runs commands one after another in a single process, so that torch is imported only
 # once. Its input is JSON: for each command, a folder and the words of the command. For each
 # command, it prints [exit code, output]. dlm_export is imported from the folder in the first
-# argument, even if a different dlm_export is installed. The pages build the same tiny denoisers
-# several times, so traced graphs are stored (tests/traces.py, in the folder of the third argument).
+# argument, even if a different dlm_export is installed. Traced graphs are shared with other tests
+# (tests/traces.py, in the folder of the third argument).
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -200,24 +201,9 @@ class Followed:
     output: str
 
 
-@dataclass(frozen=True)
-class Tour:
-    """The results of all commands that ran, and the folders in which the commands of README and of
-    "Add a model family" ran.
-    """
-
-    readme: Path
-    page: Path
-    commands: list[Followed]
-
-    def of(self, page: Path) -> list[Followed]:
-        return [command for command in self.commands if command.page == page]
-
-
 def _tiny_checkpoint(folder: Path) -> None:
     """Write a random LLaDA checkpoint with one layer and the demo's tokenizer and chat template."""
-    demo = ROOT / "examples" / "demo-denoiser"
-    said = json.loads((demo / "config.json").read_text())
+    said = json.loads((DEMO_CHECKPOINT / "config.json").read_text())
     kept = {
         name: said[name]
         for name in (
@@ -232,7 +218,7 @@ def _tiny_checkpoint(folder: Path) -> None:
         folder,
         llada_config(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, mlp_hidden_size=32, **kept),
     )
-    for file in demo.glob("*token*"):
+    for file in DEMO_CHECKPOINT.glob("*token*"):
         shutil.copy(file, folder)
 
 
@@ -240,8 +226,8 @@ def _examples(folder: Path) -> None:
     """Write tiny denoisers in place of the demos' checkpoints, with a few of the demos' samples."""
     for name in ("demo-denoiser", "demo-several"):
         _tiny_checkpoint(folder / name)
-    data = ROOT / "examples" / "demo-denoiser" / "calibration.jsonl"
-    few = "".join(f"{line}\n" for line in data.read_text().splitlines()[:8])
+    data = (DEMO_CHECKPOINT / "calibration.jsonl").read_text()
+    few = "".join(f"{line}\n" for line in data.splitlines()[:8])
     (folder / "demo").mkdir()
     for name in (
         "demo-denoiser/calibration.jsonl",
@@ -251,39 +237,34 @@ def _examples(folder: Path) -> None:
         (folder / name).write_text(few)
 
 
-@pytest.fixture(scope="module")
-def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    # The page "Add a model family" must run first: it adds a module to the package, and the package
-    # is imported only once.
-    pages = (NEW_FAMILY, README, *TUTORIALS)
-    folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
-    _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
-    for page in TUTORIALS:
-        _examples(folders[page] / "examples")
-    package = folders[NEW_FAMILY] / "exporter" / "dlm_export"
-    shutil.copytree(
-        ROOT / "exporter" / "dlm_export", package, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for page in pages:
+def _follow(folders: dict[Path, Path], package: Path) -> list[Followed]:
+    """Run the commands of pages, in order and each page in its folder, in one process.
+
+    dlm_export is imported from the folder ``package``.
+    """
+    given, followed, built = [], list[tuple[Path, list[str]]](), dict[str, Path]()
+    for page, folder in folders.items():
         for block in _blocks(page):
             if block.path is not None:
-                (folders[page] / block.path).write_text(block.text)
-    steps = [
-        (page, words) for page in pages for words in _commands(page) if not _is_left_out(words)
-    ]
-    given, built = [], dict[str, Path]()
-    for page, words in steps:
-        run = [PLACEHOLDERS.get(word, word) for word in words] + SHORTENED.get(words[1], [])
-        # Only the builds of the other pages compare the bundle with PyTorch. A build that an earlier
-        # tutorial made from the same files is copied.
-        if "build" in words and page in TUTORIALS:
-            first = built.setdefault(shlex.join(words), folders[page])
-            is_first = first == folders[page]
-            run = [*run, "--no-verify"] if is_first else ["cp", "-r", f"{first}/build", "."]
-        given.append((str(folders[page]), run))
+                (folder / block.path).write_text(block.text)
+        for words in _commands(page):
+            if _is_left_out(words):
+                continue
+            run = [PLACEHOLDERS.get(word, word) for word in words] + SHORTENED.get(words[1], [])
+            # Tutorials compare no bundle with PyTorch. A bundle that an earlier tutorial built from
+            # the same files is copied.
+            if "build" in words and page in TUTORIALS:
+                first = built.setdefault(shlex.join(words), folder)
+                run = (
+                    [*run, "--no-verify"]
+                    if first == folder
+                    else ["cp", "-r", f"{first}/build", "."]
+                )
+            given.append((str(folder), run))
+            followed.append((page, words))
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(package.parent), json.dumps(given), str(ROOT / "tests")],
+        [sys.executable, "-c", DRIVER, str(package), json.dumps(given), str(ROOT / "tests")],
         capture_output=True,
         text=True,
         env=environment,
@@ -291,60 +272,76 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
         check=False,
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(steps), done.stderr
-    commands = [
+    assert len(results) == len(followed), done.stderr
+    found = [
         Followed(page, shlex.join(words), *result)
-        for (page, words), result in zip(steps, results, strict=True)
+        for (page, words), result in zip(followed, results, strict=True)
     ]
-    return Tour(folders[README], folders[NEW_FAMILY], commands)
-
-
-def _failures(commands: list[Followed]) -> str:
-    return "\n".join(
-        f"$ {each.command}\nexit {each.code}\n{each.output}" for each in commands if each.code
-    )
-
-
-def test_the_commands_of_readme_run(tour: Tour) -> None:
-    assert {each.command.split()[1] for each in tour.of(README)} == {
-        "inspect",
-        "build",
-        "verify",
-        "run",
-    }
-    assert not _failures(tour.of(README)), _failures(tour.of(README))
-
-
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_the_commands_of_a_tutorial_run(page: Path, tour: Tour) -> None:
-    assert tour.of(page)
-    assert not _failures(tour.of(page)), _failures(tour.of(page))
-
-
-def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
-    commands = {each.command: each for each in tour.of(NEW_FAMILY)}
-    assert not _failures(tour.of(NEW_FAMILY)), _failures(tour.of(NEW_FAMILY))
-    inspected = commands["dlm-export inspect tiny-example"].output
-    assert "tiny-example: example (" in inspected
-    assert "ignores these keys" not in inspected
-    assert re.search(
-        r"^Parity with .+ holds: ",
-        commands["dlm-export build tiny-example -o tiny-bundle"].output,
-        re.MULTILINE,
-    )
-    assert (
-        "Holds at fp32"
-        in commands["dlm-export verify tiny-bundle --checkpoint tiny-example"].output
-    )
+    failures = [f"$ {each.command}\nexit {each.code}\n{each.output}" for each in found if each.code]
+    assert not failures, "\n".join(failures)
+    return found
 
 
 @pytest.fixture(scope="module")
-def place(tour: Tour, several_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the commands of README run."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.fixture(scope="module")
+def tour(readme: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Followed]:
+    """The commands of "Add a model family" and of README.
+
+    The former must run first: they add a module to the package, which is imported only once.
+    """
+    family = tmp_path_factory.mktemp("family")
+    package = family / "exporter" / "dlm_export"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "exporter" / "dlm_export", package, ignore=ignored)
+    return _follow({NEW_FAMILY: family, README: readme}, package.parent)
+
+
+def test_the_commands_of_readme_run(tour: list[Followed]) -> None:
+    """The build compares the demo's bundle with PyTorch."""
+    run = {each.command.split()[1]: each.output for each in tour if each.page == README}
+    assert run.keys() == {"inspect", "build", "verify", "run"}
+    assert "Parity with our torch denoiser holds" in run["build"]
+
+
+@pytest.mark.slow
+def test_the_commands_of_tutorials_run(tmp_path: Path) -> None:
+    folders = {page: tmp_path / page.stem for page in TUTORIALS}
+    for folder in folders.values():
+        _examples(folder / "examples")
+    assert {each.page for each in _follow(folders, ROOT / "exporter")} == {*TUTORIALS}
+
+
+def test_a_family_is_added_as_its_page_says(tour: list[Followed]) -> None:
+    output = {each.command: each.output for each in tour if each.page == NEW_FAMILY}
+    inspected = output["dlm-export inspect tiny-example"]
+    assert "tiny-example: example (" in inspected
+    assert "ignores these keys" not in inspected
+    built = output["dlm-export build tiny-example -o tiny-bundle"]
+    assert re.search(r"^Parity with .+ holds: ", built, re.MULTILINE)
+    verified = output["dlm-export verify tiny-bundle --checkpoint tiny-example"]
+    assert "Holds at fp32" in verified
+
+
+@pytest.fixture(scope="module")
+def readme_bundle(tour: list[Followed], readme: Path) -> Path:
+    """The bundle that README builds."""
+    return readme / PLACEHOLDERS["BUNDLE"]
+
+
+@pytest.fixture(scope="module")
+def place(
+    readme_bundle: Path, several_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folder in which the Python samples run. It has the bundles that the pages open."""
     folder = tmp_path_factory.mktemp("samples")
     (folder / "build").mkdir()
     for name in ("demo", "sapiens-heavy", "nemotron"):
-        (folder / "build" / name).symlink_to(tour.readme / PLACEHOLDERS["BUNDLE"])
+        (folder / "build" / name).symlink_to(readme_bundle)
     (folder / "build" / "several").symlink_to(several_bundle)
     (folder / "examples").symlink_to(ROOT / "examples")
     return folder
@@ -384,9 +381,9 @@ def write_c_sample(folder: Path) -> str:
     return "\n".join([*spans, "./a.out"])
 
 
-def test_the_tutorial_in_c_compiles_and_runs(tour: Tour, tmp_path: Path) -> None:
+def test_the_tutorial_in_c_compiles_and_runs(readme_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
-    shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / "demo")
+    (tmp_path / "build" / "demo").symlink_to(readme_bundle)
     for block in _blocks(EMBED):
         if block.path is not None:
             (tmp_path / block.path).write_text(block.text)
@@ -406,7 +403,9 @@ def test_the_tutorial_in_c_compiles_and_runs(tour: Tour, tmp_path: Path) -> None
     assert re.fullmatch(r"\d+ passes", passes)
 
 
-def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Path) -> None:
+def test_the_c_programs_compile_and_that_of_readme_runs(
+    readme: Path, readme_bundle: Path, tmp_path: Path
+) -> None:
     strict = [
         "gcc",
         "-std=c99",
@@ -422,17 +421,17 @@ def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Pa
             source.write_text(f'#include <stdio.h>\n#include "dlm_runtime.h"\n{block.text}')
             subprocess.run([*strict, "-c", source, "-o", tmp_path / "any.o"], check=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    script = write_c_sample(tour.readme)
+    script = write_c_sample(readme)
     done = subprocess.run(
         ["sh", "-ec", script],
-        cwd=tour.readme,
+        cwd=readme,
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    with dlm_runtime.open(tour.readme / PLACEHOLDERS["BUNDLE"], threads=1) as bundle:
+    with dlm_runtime.open(readme_bundle, threads=1) as bundle:
         wanted = bundle.generate(prompt="play jazz").text
     assert done.stdout == f"{wanted}\n"
 

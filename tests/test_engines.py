@@ -115,6 +115,7 @@ def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], 
         assert manifest["audits"][name]["device_bytes"] > least
 
 
+@pytest.mark.slow
 def test_an_engine_takes_its_weights_and_little_more(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

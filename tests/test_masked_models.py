@@ -164,10 +164,10 @@ def test_a_canvas_beyond_the_learned_positions_is_refused(bundles: dict[str, Pat
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Bundles of three encoders with two tokenizers.
+    """Bundles of two encoders.
 
-    "torch" has a WordPiece tokenizer. "roberta" and "modern" have a byte-level tokenizer, whose mask
-    token includes the space before it.
+    "modern" has a WordPiece tokenizer. "roberta" has a byte-level tokenizer, whose mask token includes
+    the space before it.
     """
     made = {}
     word_pieces = json.loads(tokenizer_files.made("BERT"))
@@ -176,30 +176,30 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert mask["lstrip"]
     configs = {
         "roberta": (roberta_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
-        "modern": (modern_bert_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
-        "torch": (torch_encoder_config(mask_token_id=4, vocab_size=900), word_pieces),
+        "modern": (
+            modern_bert_config(mask_token_id=4, vocab_size=900, num_hidden_layers=3),
+            word_pieces,
+        ),
     }
     for name, (config, text) in configs.items():
         folder = tmp_path_factory.mktemp(name)
         checkpoint = write_checkpoint(folder / "checkpoint", config)
         (checkpoint / "tokenizer.json").write_text(json.dumps(text))
-        # The logits of all three are compared with the released classes.
-        has_parity = name == "modern"
-        report = build(checkpoint, folder / "bundle", BuildOptions(check_parity=has_parity))
-        assert (report.parity is not None) == has_parity
-        assert report.kernels is not None
-        attention = {"CachedAttention": 2}
-        if name == "modern":
-            attention["WindowCachedAttention"] = 3
-        head = {} if name == "torch" else {"Fp32TiedHead": 1}
-        calls = attention | head | {"Candidates": 1}
+        # The logits are compared with the released classes.
+        report = build(checkpoint, folder / "bundle", BuildOptions(check_parity=False))
+        attention = (
+            {"CachedAttention": 1, "WindowCachedAttention": 2}
+            if name == "modern"
+            else {"CachedAttention": 2}
+        )
+        calls = attention | {"Fp32TiedHead": 1, "Candidates": 1}
         assert report.kernels == {"calls": calls, "plain": {}}
         made[name] = folder
     return made
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["roberta", "modern", "torch"])
+@pytest.mark.parametrize("name", ["roberta", "modern"])
 def test_a_bundle_has_the_logits_of_the_released_class(bundles: dict[str, Path], name: str) -> None:
     ids = torch.randint(10, 900, (1, 50), generator=torch.Generator().manual_seed(1))
     ids[0, [3, 20, 21]] = 1  # RoBERTa's padding token
@@ -210,7 +210,7 @@ def test_a_bundle_has_the_logits_of_the_released_class(bundles: dict[str, Path],
 
 def test_masks_are_filled_in_one_pass_or_in_several(bundles: dict[str, Path]) -> None:
     text, one = "the fox of [MASK] is [MASK] day", {"steps": 1, "block_length": 0}
-    with dlm_runtime.open(bundles["torch"] / "bundle") as bundle:
+    with dlm_runtime.open(bundles["modern"] / "bundle") as bundle:
         done, many = bundle.infill(text, **one), bundle.infill(text)
         assert (done.generation.nfe, many.generation.nfe) == (1, 2)
         assert done.lengths == (1, 1)
@@ -223,7 +223,7 @@ def test_masks_are_filled_in_one_pass_or_in_several(bundles: dict[str, Path]) ->
         best[:, 4] = -1e9
         filled = [b for a, b in zip(encoded, done.generation.tokens, strict=True) if a == 4]
         assert filled == best.argmax(1).tolist()
-    folder = bundles["torch"] / "bundle"
+    folder = bundles["modern"] / "bundle"
     flags = ["--infill", text, "--steps", "1", "--block-length", "0"]
     shown = CliRunner().invoke(main, ["run", str(folder), *flags])
     assert shown.stdout.strip() == done.text
@@ -274,18 +274,26 @@ def test_quantised_layers_without_a_silu_gate_are_computed_by_kernels(
     report = build(bundles["modern"] / "checkpoint", tmp_path / "bundle", options)
     assert report.parity is not None
     kernels = report.kernels or {}
-    assert kernels["calls"]["Int8Linear2"] == 5
-    assert kernels["plain"].keys() == {f"blocks.{i}.mlp" for i in range(5)}
+    assert kernels["calls"]["Int8Linear2"] == 3
+    assert kernels["plain"].keys() == {f"blocks.{i}.mlp" for i in range(3)}
 
 
-def test_a_graph_contains_no_relu(bundles: dict[str, Path]) -> None:
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_contains_no_relu(tmp_path: Path) -> None:
     """Graphs use Max instead of Relu. ONNX Runtime 1.31.1 wrongly removes a Relu before a
     QuantizeLinear to FP8.
     """
-    graph = onnx.load(bundles["torch"] / "bundle" / "denoiser.onnx", load_external_data=False)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", torch_encoder_config())
+    report = build(checkpoint, tmp_path / "bundle", BuildOptions(check_parity=False))
+    graph = onnx.load(report.output / "denoiser.onnx", load_external_data=False)
     operators = {node.op_type for node in graph.graph.node}
     assert "Max" in operators
     assert "Relu" not in operators
+    ids = torch.randint(10, 150, (1, 50), generator=torch.Generator().manual_seed(1))
+    with dlm_runtime.open(report.output) as bundle:
+        found = torch.from_numpy(bundle.logits(ids[0].tolist()))
+    assert relative(found, expected(checkpoint, ids)[0]) < RELATIVE
 
 
 def test_a_window_has_no_cache_and_its_presets_use_none(bundles: dict[str, Path]) -> None:

@@ -424,7 +424,10 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("dtype", "precisions"),
-    [(torch.bfloat16, ("fp32", "int8")), (torch.float32, ("fp16", "int4-g128"))],
+    [
+        (torch.bfloat16, ("fp32", "int8", "int4-g128")),
+        pytest.param(torch.float32, ("fp16",), marks=pytest.mark.slow),
+    ],
 )
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
     tmp_path: Path, dtype: torch.dtype, precisions: tuple[str, ...]
@@ -779,7 +782,8 @@ def test_the_passes_and_the_cache_are_printed_and_in_json(several_bundle: Path) 
 
 def test_a_preset_and_its_changes_choose_the_cache() -> None:
     def lengths(*changes: str) -> set[int]:
-        result = invoke("plan", "--sizes", "1B", "--targets", "h100", "--json", *changes)
+        asked = ("--sizes", "1B", "--targets", "h100", "--precisions", "fp16", "--json")
+        result = invoke("plan", *asked, *changes)
         assert result.exit_code == 0, result.output
         return {each["tokens"] for each in json.loads(result.stdout)["passes"][0]["passes"]}
 

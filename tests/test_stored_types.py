@@ -63,13 +63,13 @@ LIKE_OTHERS = ("a2d-qwen2", "a2d-llama", "sdar", "rnd1", "stable-diffcoder", "ro
 """Families whose layers and tensors are read and built as those of another family."""
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PRECISIONS = [name for name in TARGETS["cpu"].precisions if name not in (AUTO, STORED)]
-# Layers of experts, a tied head, draft passes and biases, in formats of all kinds. The families'
-# own tests build the other families in fp32.
+# Layers of experts, a tied head, draft passes and biases, in formats of all kinds. Other tests trace
+# the same networks. The families' own tests build the other families in fp32.
 QUICK = [
     ("llada2", False, "bf16", "int8-static"),
-    ("fast-dllm-v2", True, "bf16", "int4-awq"),
+    ("sdar", True, "bf16", "int4-awq"),
     ("nemotron-labs-diffusion", False, "fp16", "nvfp4"),
-    ("bert", False, "fp16", "int4-g128"),
+    ("dream", False, "fp16", "int4-g128"),
 ]
 
 

@@ -26,6 +26,7 @@ import dlm_runtime
 from dlm_export import families, graph
 from dlm_export.build import build_from
 from dlm_export.graph import cuda, fuse
+from dlm_export.graph.trace import Graph
 from dlm_export.graph.write import write_graph
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec, Rope
@@ -98,6 +99,7 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
 ) -> None:
     source = open_source(dream_checkpoint)
     network = seeing(source.network, [("causal", None), ("block", 4)])
+    check_masks(trace_once(network, "fp32"), 2)
     presets = presets_for(network.visible_block, network.shift)
     source = replace(source, network=network, presets=presets, default_preset=next(iter(presets)))
     # The build also compares the native loop with the reference loop, with the block cache.
@@ -115,41 +117,56 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     assert (found[4:] != changed[4:]).any(1).all()
 
 
+TWO = small(("block", 4), ("block", 4))
 THREE = small(("block", 4), ("block", 4), ("causal", None))
-FORMS = [("fp16", False), ("fp16", True), ("bf16", False), ("bf16", True)]
+NETWORKS = {2: TWO, 3: THREE}
+"""By the number of layers. The layers of ``TWO`` have the same rule, which is faster to trace."""
+FORMS = [
+    (layers, precision, is_plain)
+    for layers in NETWORKS
+    for precision in ("fp16", "bf16")
+    for is_plain in (False, True)
+]
 
 
-@pytest.mark.parametrize(("precision", "is_plain"), slow_except(FORMS[:2], FORMS))
-def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain: bool) -> None:
-    traced = trace_once(THREE, precision, is_plain=is_plain)
+def check_masks(traced: Graph, rules: int) -> None:
     made = Counter(node.op_type for node in traced.model.graph)
-    assert (made["Mod"], made["Greater"]) == (2, 2)
+    assert (made["Mod"], made["Greater"]) == (rules, rules)
+    attentions = [node for node in traced.model.graph if node.op_type == "Attention"]
+    assert len({id(node.inputs[3]) for node in attentions}) == (rules if attentions else 0)
+
+
+@pytest.mark.parametrize(("layers", "precision", "is_plain"), slow_except(FORMS[:2], FORMS))
+def test_the_mask_is_made_once_for_all_layers_of_a_rule(
+    layers: int, precision: str, is_plain: bool
+) -> None:
+    traced = trace_once(NETWORKS[layers], precision, is_plain=is_plain)
+    check_masks(traced, layers - 1)
     if not is_plain:
         cuda.check_operators(traced)
-        attentions = [node for node in traced.model.graph if node.op_type == "Attention"]
-        masks = {id(node.inputs[3]) for node in attentions}
-        assert (len(attentions), len(masks)) == (3, 2)
 
 
 # Logits are around 10. ONNX Runtime and torch add numbers in different orders, and fp16 rounds
 # them. If a query attended to one key too many or too few, the logits would change by about 1.
 TOLERANCES = {"fp16": 0.1, "fp32": 1e-3}
-CASES = [("fp16", False), ("fp16", True), ("fp32", False), ("fp32", True)]
+CASES = [
+    (layers, kind, plain) for layers in (2, 3) for kind in TOLERANCES for plain in (False, True)
+]
 
 
-@pytest.mark.parametrize(("precision", "is_plain"), slow_except(CASES[:2], CASES))
+@pytest.mark.parametrize(("layers", "precision", "is_plain"), slow_except(CASES[:2], CASES))
 @pytest.mark.parametrize("cached", [0, 4, 8])
 def test_a_graph_sees_what_torch_sees(
-    precision: str, is_plain: bool, cached: int, tmp_path: Path
+    layers: int, precision: str, is_plain: bool, cached: int, tmp_path: Path
 ) -> None:
     """Every query attends to all cached rows, and the positions of a pass may have any order.
 
     The attention mask in fp16 contains the lowest fp16 number instead of minus infinity. This
     number must also hide a key completely.
     """
-    denoiser = random_denoiser(THREE)
+    denoiser = random_denoiser(NETWORKS[layers])
     parameters = denoiser.state_dict()
-    traced = trace_once(THREE, precision, is_plain=is_plain)
+    traced = trace_once(NETWORKS[layers], precision, is_plain=is_plain)
     write_graph(
         traced, lambda name, dtype: parameters[name].numpy().astype(dtype), tmp_path, lambda _: None
     )
@@ -158,13 +175,13 @@ def test_a_graph_sees_what_torch_sees(
     ids = rng.integers(0, 99, (2, count))
     positions = np.stack([cached + rng.permutation(count) for _ in range(2)])
     dtype = {"fp16": np.float16, "fp32": np.float32}[precision]
-    past = rng.standard_normal((3, 2, 2, 2, cached, 8)).astype(dtype)
+    past = rng.standard_normal((layers, 2, 2, 2, cached, 8)).astype(dtype)
     feed = {
         "input_ids": ids,
         "position_ids": positions,
         "score_rows": np.tile(np.arange(count), (2, 1)),
     }
-    feed |= {f"past_{kind}.{i}": past[i, j] for i in range(3) for j, kind in enumerate(KINDS)}
+    feed |= {f"past_{kind}.{i}": past[i, j] for i in range(layers) for j, kind in enumerate(KINDS)}
     (found,) = session.run(["logits"], feed)
     rows = torch.from_numpy(past.astype(np.float32))
     features, _ = denoiser.hidden(
