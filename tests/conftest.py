@@ -69,11 +69,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
 
-def _build(checkpoint: Path, *, check_parity: bool = True) -> Callable[[Path], object]:
+def _build(checkpoint: Path) -> Callable[[Path], object]:
+    """A function that builds a bundle. Other tests compare bundles with torch: test_parity.py those
+    of ``llada`` and ``dream``, test_docs.py that of the demo.
+    """
+
     def make(output: Path) -> object:
         from dlm_export.build import BuildOptions, build
 
-        return build(checkpoint, output, BuildOptions(check_parity=check_parity))
+        return build(checkpoint, output, BuildOptions(check_parity=False))
 
     return make
 
@@ -114,17 +118,15 @@ def dream_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained demo denoiser as an fp32 bundle. test_docs.py compares such a bundle with torch."""
-    return made_once(tmp_path_factory, "demo", _build(DEMO_CHECKPOINT, check_parity=False))
+    """The trained demo denoiser as an fp32 bundle."""
+    return made_once(tmp_path_factory, "demo", _build(DEMO_CHECKPOINT))
 
 
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The second demo, which is block-causal, as an fp32 bundle. Tests of tiny block-causal networks
-    compare bundles with torch.
-    """
+    """The second demo, which is block-causal, as an fp32 bundle."""
     checkpoint = DEMO_CHECKPOINT.parent / "demo-several"
-    return made_once(tmp_path_factory, "several", _build(checkpoint, check_parity=False))
+    return made_once(tmp_path_factory, "several", _build(checkpoint))
 
 
 @pytest.fixture(scope="session")
