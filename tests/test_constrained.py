@@ -22,6 +22,7 @@ from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from loops import loops
 from networks import make_network
 from referencing import Registry
 from schemas import random_document
@@ -53,89 +54,29 @@ EXPRESSIONS = {
     "counted": "(?:ab){2,5}é",
     "one of few": "ab|ba12|true",
 }
-LOOPS: dict[str, dict[str, Any]] = {
-    "llada": {"preset": "llada", "block_length": 8},
-    "llada, one block": {"preset": "llada", "block_length": 0},
-    "random order": {"preset": "llada", "block_length": 11, "score": "random", "seed": 3},
-    "entropies": {"preset": "llada", "block_length": 8, "score": "entropy"},
-    "margins": {"preset": "llada", "block_length": 8, "score": "margin", "cache": "prefix"},
-    "threshold": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.05},
-    "threshold, refresh": {
-        "preset": "fast-dllm",
-        "block_length": 5,
-        "threshold": 0.05,
-        "refresh": 6,
-    },
-    "factor": {
-        "preset": "fast-dllm",
-        "block_length": 7,
-        "commit": "factor",
-        "factor": 1.5,
-        "cache": "none",
-    },
-    "entropy bound": {
-        "preset": "llada",
-        "commit": "entropy_bound",
-        "entropy_bound": 9.0,
-        "block_length": 8,
-    },
-    "dream": {"preset": "dream", "temperature": 0.0, "steps": 9},
-    "an end that is not reserved": {"preset": "rnd1", "steps_per_block": 9},
-    "blocks go on": {"preset": "fast-dllm", "block_length": 6, "threshold": 0.05, "stop": "none"},
-    "dream's draws": {"preset": "dream", "steps": 5},
-    "draws": {"preset": "llada", "block_length": 8, "steps": 6, "temperature": 1.3, "seed": 5},
-    "few drawn from": {
-        "preset": "fast-dllm",
-        "block_length": 9,
-        "threshold": 0.3,
-        "temperature": 2.0,
-        "top_k": 3,
-        "score_of": "draw",
-    },
-    "margins of draws": {
-        "preset": "fast-dllm",
-        "commit": "factor",
-        "score": "margin",
-        "temperature": 0.5,
-        "score_of": "draw",
-    },
-    "marginals": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.4,
-        "score_of": "marginal",
-    },
-    "margins of marginals": {
-        "preset": "llada",
-        "block_length": 8,
-        "score": "margin",
-        "score_of": "marginal",
-        "temperature": 0.7,
-    },
-    "entropies of marginals": {
-        "preset": "llada",
-        "commit": "entropy_bound",
-        "entropy_bound": 5.0,
-        "score_of": "marginal",
-    },
-    "edits": {
-        "preset": "llada",
-        "block_length": 8,
-        "steps": 6,
-        "remask": "edit",
-        "edit_threshold": 0.02,
-        "edit_passes": 5,
-    },
-    "edits of draws": {
-        "preset": "llada",
-        "block_length": 8,
-        "remask": "edit",
-        "edit_threshold": 0.02,
-        "edit_passes": 2,
-        "temperature": 0.7,
-        "score_of": "marginal",
-    },
-}
+LOOPS = loops("""
+llada: preset=llada block_length=8
+llada, one block: preset=llada block_length=0
+random order: preset=llada block_length=11 score=random seed=3
+entropies: preset=llada block_length=8 score=entropy
+margins: preset=llada block_length=8 score=margin cache=prefix
+threshold: preset=fast-dllm block_length=8 threshold=0.05
+threshold, refresh: preset=fast-dllm block_length=5 threshold=0.05 refresh=6
+factor: preset=fast-dllm block_length=7 commit=factor factor=1.5 cache=none
+entropy bound: preset=llada commit=entropy_bound entropy_bound=9.0 block_length=8
+dream: preset=dream temperature=0.0 steps=9
+an end that is not reserved: preset=rnd1 steps_per_block=9
+blocks go on: preset=fast-dllm block_length=6 threshold=0.05 stop=none
+dream's draws: preset=dream steps=5
+draws: preset=llada block_length=8 steps=6 temperature=1.3 seed=5
+few drawn from: preset=fast-dllm block_length=9 threshold=0.3 temperature=2.0 top_k=3 score_of=draw
+margins of draws: preset=fast-dllm commit=factor score=margin temperature=0.5 score_of=draw
+marginals: preset=fast-dllm block_length=8 threshold=0.4 score_of=marginal
+margins of marginals: preset=llada block_length=8 score=margin score_of=marginal temperature=0.7
+entropies of marginals: preset=llada commit=entropy_bound entropy_bound=5.0 score_of=marginal
+edits: preset=llada block_length=8 steps=6 remask=edit edit_threshold=0.02 edit_passes=5
+edits of draws: preset=llada block_length=8 remask=edit edit_threshold=0.02 edit_passes=2 temperature=0.7 score_of=marginal
+""")
 
 
 def policy_of(loop: dict[str, Any]) -> Policy:

@@ -16,7 +16,6 @@ import onnxruntime
 import pytest
 from checkpoints import diffusion_gemma_config, write_checkpoint
 from engine_bundles import SMALL, check_audits, dlm_export, gpu_bundle, read_manifest, refused
-from slow_cases import slow_except
 from test_gemma_quantised import write_calm
 
 import dlm_runtime
@@ -110,9 +109,8 @@ def test_layers_with_a_window_may_read_the_rows_of_all_positions(
 # ---- Engines ----
 
 
-@pytest.mark.parametrize(
-    "precision", slow_except(["fp8"], ["fp16", "int8", "int4", "fp8", "nvfp4"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4", "fp8", "nvfp4"])
 def test_a_build_is_compared_with_torch_and_its_engine_is_audited(
     precision: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import load
+from loops import loops
 from torch_side import TorchPredictor
 
 import dlm_runtime
@@ -185,25 +186,15 @@ def test_a_canvas_ends_where_the_shorter_of_both_does() -> None:
 
 # --- The loop's own decisions ---
 
-LOOPS: dict[str, dict[str, Any]] = {
-    "threshold, odd blocks": {
-        "commit": "threshold",
-        "threshold": 0.05,
-        "compare": ">",
-        "block_length": 7,
-    },
-    "static, random order": {"steps_per_block": 3, "block_length": 8, "score": "random", "seed": 7},
-    "dynamic": {"commit": "dynamic", "threshold": 0.05, "steps_per_block": 5, "block_length": 12},
-    "factor": {"commit": "factor", "factor": 20.0, "block_length": 12},
-    "sequential": {"commit": "sequential", "steps_per_block": 5, "block_length": 8},
-    "timestep, entropy": {
-        "commit": "timestep",
-        "score": "entropy",
-        "block_length": 0,
-        "steps_per_block": 6,
-    },
-    "entropy bound": {"commit": "entropy_bound", "entropy_bound": 10.0, "block_length": 8},
-}
+LOOPS = loops("""
+threshold, odd blocks: commit=threshold threshold=0.05 compare=> block_length=7
+static, random order: steps_per_block=3 block_length=8 score=random seed=7
+dynamic: commit=dynamic threshold=0.05 steps_per_block=5 block_length=12
+factor: commit=factor factor=20.0 block_length=12
+sequential: commit=sequential steps_per_block=5 block_length=8
+timestep, entropy: commit=timestep score=entropy block_length=0 steps_per_block=6
+entropy bound: commit=entropy_bound entropy_bound=10.0 block_length=8
+""")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from denoisers import load
+from loops import loops
 from test_judge import (
     EOS,
     MASK,
@@ -73,15 +74,10 @@ def sides(dream_checkpoint: Path) -> Sides:
 
 # --- A reference whose layers are loaded one at a time ---
 
-LOOPS: dict[str, dict[str, Any]] = {
-    "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
-    "static, prefix cache": {
-        "commit": "static",
-        "steps_per_block": 4,
-        "block_length": 8,
-        "cache": "prefix",
-    },
-}
+LOOPS = loops("""
+dual cache: commit=threshold threshold=0.05 block_length=8 cache=dual
+static, prefix cache: commit=static steps_per_block=4 block_length=8 cache=prefix
+""")
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -14,6 +14,7 @@ import pytest
 import test_judging_effort
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loops import loops
 
 from dlm_calibration.samples import Sample
 from dlm_export import families
@@ -24,16 +25,9 @@ from dlm_export.quantising.samples import TRAJECTORY_PASSES, trajectories
 from dlm_export.sources import open_source
 from dlm_runtime import Policy
 
-LOOPS: dict[str, dict[str, Any]] = {
-    **test_judging_effort.LOOPS,
-    "random order": {
-        "commit": "static",
-        "score": "random",
-        "steps_per_block": 3,
-        "block_length": 6,
-        "cache": "dual",
-    },
-}
+LOOPS = test_judging_effort.LOOPS | loops("""
+random order: commit=static score=random steps_per_block=3 block_length=6 cache=dual
+""")
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])

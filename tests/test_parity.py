@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import dream_config, llada_config, write_checkpoint
 from denoisers import load, under_native_loop
+from loops import loops
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
@@ -28,145 +29,38 @@ RELATIVE = 2e-4
 
 # The policies cover different rules. The thresholds are low, so that denoisers with random weights
 # commit several tokens per pass.
-LOOPS: dict[str, dict[str, Any]] = {
-    "llada": {"preset": "llada", "block_length": 8},
-    "llada in few steps": {"preset": "llada", "block_length": 16, "steps": 8},
-    "llada, random order": {
-        "preset": "llada",
-        "block_length": 8,
-        "steps": 12,
-        "score": "random",
-        "seed": 7,
-    },
-    "threshold, no cache": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.3,
-        "cache": "none",
-    },
-    "threshold, prefix cache": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.3,
-        "cache": "prefix",
-    },
-    "threshold, dual cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3},
-    "threshold, dual cache, odd blocks": {
-        "preset": "fast-dllm",
-        "block_length": 7,
-        "threshold": 0.5,
-        "compare": ">",
-    },
-    "factor, dual cache": {
-        "preset": "fast-dllm",
-        "block_length": 12,
-        "commit": "factor",
-        "factor": 2.0,
-    },
-    "dynamic, prefix cache": {
-        "preset": "fast-dllm",
-        "commit": "dynamic",
-        "threshold": 0.3,
-        "steps": 6,
-        "cache": "prefix",
-    },
-    "sequential": {"preset": "llada", "block_length": 8, "steps": 12, "commit": "sequential"},
-    "dream, entropy": {"preset": "dream", "steps": 10},
-    "dream, margin": {"preset": "dream", "steps": 10, "score": "margin"},
-    "dream, maskgit_plus": {"preset": "dream", "steps": 10, "score": "maskgit_plus"},
-    "dream without draws": {"preset": "dream", "steps": 10, "temperature": 0.0},
-    "llada, drawn, random order": {
-        "preset": "llada",
-        "block_length": 8,
-        "temperature": 0.7,
-        "score": "random",
-        "top_k": 9,
-    },
-    "threshold, dual cache, drawn": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.2,
-        "temperature": 0.6,
-        "seed": 1,
-    },
-    "threshold, prefix cache, drawn from few": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.2,
-        "cache": "prefix",
-        "temperature": 1.5,
-        "top_p": 0.4,
-        "top_k": 30,
-        "score_of": "draw",
-    },
-    "guided": {"preset": "llada", "block_length": 8, "steps": 12, "cfg_scale": 1.5},
-    "guided, threshold, dual cache": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.3,
-        "cfg_scale": 0.7,
-    },
-    "guided, drawn, prefix cache": {
-        "preset": "fast-dllm",
-        "threshold": 0.2,
-        "cache": "prefix",
-        "cfg_scale": 2.0,
-        "temperature": 0.8,
-    },
-    "guided entropies": {
-        "preset": "llada",
-        "commit": "entropy_bound",
-        "entropy_bound": 2.0,
-        "cfg_scale": 1.0,
-    },
-    "entropies of draws": {
-        "preset": "llada",
-        "commit": "entropy_bound",
-        "entropy_bound": 2.0,
-        "temperature": 0.9,
-        "top_k": 40,
-    },
-    "rnd1": {"preset": "rnd1", "steps_per_block": 7},
-    "dream-block": {"preset": "dream-block", "block_length": 8, "threshold": 0.3},
-    "dream-block, prefix cache": {
-        "preset": "dream-block",
-        "block_length": 8,
-        "threshold": 0.3,
-        "cache": "prefix",
-    },
-    "dual cache, refresh of one block": {
-        "preset": "fast-dllm",
-        "block_length": 8,
-        "threshold": 0.3,
-        "refresh": 1,
-    },
-    "dual cache, refresh of more": {
-        "preset": "fast-dllm",
-        "block_length": 4,
-        "threshold": 0.3,
-        "refresh": 10,
-    },
-    "prefix cache, refresh": {
-        "preset": "fast-dllm",
-        "block_length": 5,
-        "threshold": 0.3,
-        "cache": "prefix",
-        "refresh": 6,
-    },
-    "dream-block, refresh": {
-        "preset": "dream-block",
-        "block_length": 8,
-        "threshold": 0.3,
-        "refresh": 8,
-    },
-    "entropy bound": {
-        "preset": "llada",
-        "commit": "entropy_bound",
-        "entropy_bound": 2.0,
-        "cache": "dual",
-        "block_length": 8,
-    },
-}
+LOOPS = loops("""
+llada: preset=llada block_length=8
+llada in few steps: preset=llada block_length=16 steps=8
+llada, random order: preset=llada block_length=8 steps=12 score=random seed=7
+threshold, no cache: preset=fast-dllm block_length=8 threshold=0.3 cache=none
+threshold, prefix cache: preset=fast-dllm block_length=8 threshold=0.3 cache=prefix
+threshold, dual cache: preset=fast-dllm block_length=8 threshold=0.3
+threshold, dual cache, odd blocks: preset=fast-dllm block_length=7 threshold=0.5 compare=>
+factor, dual cache: preset=fast-dllm block_length=12 commit=factor factor=2.0
+dynamic, prefix cache: preset=fast-dllm commit=dynamic threshold=0.3 steps=6 cache=prefix
+sequential: preset=llada block_length=8 steps=12 commit=sequential
+dream, entropy: preset=dream steps=10
+dream, margin: preset=dream steps=10 score=margin
+dream, maskgit_plus: preset=dream steps=10 score=maskgit_plus
+dream without draws: preset=dream steps=10 temperature=0.0
+llada, drawn, random order: preset=llada block_length=8 temperature=0.7 score=random top_k=9
+threshold, dual cache, drawn: preset=fast-dllm block_length=8 threshold=0.2 temperature=0.6 seed=1
+prefix cache, few: preset=fast-dllm block_length=8 threshold=0.2 cache=prefix temperature=1.5 top_p=0.4 top_k=30 score_of=draw
+guided: preset=llada block_length=8 steps=12 cfg_scale=1.5
+guided, threshold, dual cache: preset=fast-dllm block_length=8 threshold=0.3 cfg_scale=0.7
+guided, drawn, prefix cache: preset=fast-dllm threshold=0.2 cache=prefix cfg_scale=2.0 temperature=0.8
+guided entropies: preset=llada commit=entropy_bound entropy_bound=2.0 cfg_scale=1.0
+entropies of draws: preset=llada commit=entropy_bound entropy_bound=2.0 temperature=0.9 top_k=40
+rnd1: preset=rnd1 steps_per_block=7
+dream-block: preset=dream-block block_length=8 threshold=0.3
+dream-block, prefix cache: preset=dream-block block_length=8 threshold=0.3 cache=prefix
+dual cache, refresh of one block: preset=fast-dllm block_length=8 threshold=0.3 refresh=1
+dual cache, refresh of more: preset=fast-dllm block_length=4 threshold=0.3 refresh=10
+prefix cache, refresh: preset=fast-dllm block_length=5 threshold=0.3 cache=prefix refresh=6
+dream-block, refresh: preset=dream-block block_length=8 threshold=0.3 refresh=8
+entropy bound: preset=llada commit=entropy_bound entropy_bound=2.0 cache=dual block_length=8
+""")
 NEW_TOKENS = 24
 
 
@@ -223,7 +117,7 @@ BATCHED = (
     "threshold, dual cache, odd blocks",
     "dynamic, prefix cache",
     "dream, entropy",
-    "threshold, prefix cache, drawn from few",
+    "prefix cache, few",
     "guided, drawn, prefix cache",
     "entropies of draws",
     "dream-block",
