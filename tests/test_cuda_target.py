@@ -222,8 +222,8 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
     wide = {
         layer.path: layer.wide_shape for layer in network.quantisable().values() if layer.is_stacked
     }
-    assert wide["blocks.0.mlp.experts.gate"] == (64, 8 * 64)
-    assert wide["blocks.0.mlp.experts.down"] == (8 * 64, 64)
+    assert wide["blocks.1.mlp.experts.gate"] == (64, 16 * 64)
+    assert wide["blocks.1.mlp.experts.down"] == (16 * 64, 64)
     with dlm_runtime.open(out, engine="onnxruntime") as bundle:
         assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
 

@@ -23,47 +23,57 @@ from dlm_runtime.errors import ExitCode
 WRONG, COULD_NOT = ExitCode.WRONG_INPUT, ExitCode.COULD_NOT
 COMMANDS = {*main.commands}
 
+# The arguments of each command. SOURCE stands for the file or folder that the command reads.
+ARGUMENTS = {
+    "inspect": "SOURCE",
+    "build": "SOURCE -o OUT",
+    "quantize": "SOURCE -o OUT",
+    "engine": "SOURCE --target thor",
+    "verify": "BUNDLE --checkpoint SOURCE",
+    "compare": "BUNDLE SOURCE",
+    "report": "BUNDLE SOURCE -o OUT.html",
+    "capture": "SOURCE -o OUT.npz",
+    "run": "SOURCE --tokens 1",
+    "effort": "SOURCE",
+    "cache-prompt": "SOURCE --tokens 1 -o OUT.cache",
+    "chat": "SOURCE",
+    "decide": "SOURCE --prompt a --yes-no b",
+    "serve": "SOURCE",
+    "triton": "SOURCE -o OUT",
+    "doctor": "SOURCE",
+    "bench": "SOURCE",
+    "plan": "SOURCE --targets cpu",
+    "compile": "SOURCE --regex a -o OUT",
+}
+OPEN_CHECKPOINTS = ("build", "quantize", "capture")
+RUN_BUNDLES = ("run", "effort", "cache-prompt", "chat", "decide", "serve", "bench")
+
+
+def every(*commands: str, source: str = "", more: str = "") -> dict[str, str]:
+    """The arguments of commands that read ``source``, with ``more`` options.
+
+    Without ``source``, a command reads a valid checkpoint or bundle.
+    """
+    usual = {name: "CHECKPOINT" if name in OPEN_CHECKPOINTS else "BUNDLE" for name in commands}
+    usual["verify"] = "CHECKPOINT"
+    return {
+        name: f"{ARGUMENTS[name].replace('SOURCE', source or usual[name])} {more}"
+        for name in commands
+    }
+
+
 # Maps each mistake to its exit code, a part of its message, and the arguments of each command.
 # Words in capitals are replaced by the paths in ``places``.
 MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a path that is not there": (
         WRONG,
         "/nowhere' does not exist",
-        {
-            "inspect": "NOWHERE",
-            "build": "NOWHERE -o OUT",
-            "quantize": "NOWHERE -o OUT",
-            "engine": "NOWHERE --target thor",
-            "verify": "BUNDLE --checkpoint NOWHERE",
-            "compare": "BUNDLE NOWHERE",
-            "report": "BUNDLE NOWHERE -o OUT.html",
-            "capture": "NOWHERE -o OUT.npz",
-            "run": "NOWHERE --tokens 1",
-            "effort": "NOWHERE",
-            "cache-prompt": "NOWHERE --tokens 1 -o OUT.cache",
-            "chat": "NOWHERE",
-            "decide": "NOWHERE --prompt a --yes-no b",
-            "serve": "NOWHERE",
-            "triton": "NOWHERE -o OUT",
-            "doctor": "NOWHERE",
-            "bench": "NOWHERE",
-            "plan": "NOWHERE --targets cpu",
-            "compile": "NOWHERE --regex a -o OUT",
-        },
+        every(*ARGUMENTS, source="NOWHERE"),
     ),
     "a folder that is neither checkpoint nor bundle": (
         WRONG,
         "/empty(/config.json: no such file|: not a bundle: it has no manifest.json)",
-        {
-            "inspect": "EMPTY",
-            "build": "EMPTY -o OUT",
-            "quantize": "EMPTY -o OUT",
-            "engine": "EMPTY --target thor",
-            "verify": "BUNDLE --checkpoint EMPTY",
-            "compare": "BUNDLE EMPTY",
-            "capture": "EMPTY -o OUT.npz",
-            "run": "EMPTY --tokens 1",
-        },
+        every(*[*ARGUMENTS][:6], "capture", "run", source="EMPTY"),
     ),
     "an output that exists": (
         WRONG,
@@ -96,80 +106,45 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a device that is not known": (
         WRONG,
         r"unknown target 'toaster'|'toaster' is not one of|engine \"toaster\" is not one",
-        {
-            "build": "CHECKPOINT -o OUT --target toaster",
-            "quantize": "CHECKPOINT -o OUT --target toaster",
-            "engine": "BUNDLE --target toaster",
-            "verify": "BUNDLE --checkpoint CHECKPOINT --engine toaster",
-            "compare": "BUNDLE BUNDLE --engine toaster",
-            "report": "BUNDLE BUNDLE -o OUT.html --speed --engine toaster",
-            "run": "BUNDLE --tokens 1 --engine toaster",
-            "effort": "BUNDLE --engine toaster",
-            "cache-prompt": "BUNDLE --tokens 1 -o OUT --engine toaster",
-            "chat": "BUNDLE --engine toaster",
-            "decide": "BUNDLE --prompt a --yes-no b --engine toaster",
-            "serve": "BUNDLE --engine toaster",
-            "triton": "BUNDLE -o OUT --engine toaster",
-            "bench": "BUNDLE --engine toaster",
-            "plan": "BUNDLE --targets toaster",
-        },
+        every("build", "quantize", "engine", more="--target toaster")
+        | every("report", more="--speed --engine toaster")
+        | every(*RUN_BUNDLES, "verify", "compare", "triton", more="--engine toaster")
+        | {"plan": "BUNDLE --targets toaster"},
     ),
     "an option that it does not have, or a value that it does not take": (
         WRONG,
         "-1 is not in the range|No such option",
-        {
-            "inspect": "BUNDLE --mask-token-id -1",
-            "build": "CHECKPOINT -o OUT --seed -1",
-            "quantize": "CHECKPOINT -o OUT --seed -1",
-            "engine": "BUNDLE --target thor --canvas -1",
-            "verify": "BUNDLE --checkpoint CHECKPOINT --seed -1",
-            "compare": "BUNDLE BUNDLE --seed -1",
-            "report": "BUNDLE BUNDLE -o OUT.html --threads -1",
-            "capture": "CHECKPOINT -o OUT.npz --seed -1",
-            "run": "BUNDLE --tokens 1 --threads -1",
-            "effort": "BUNDLE --threads -1",
-            "cache-prompt": "BUNDLE --tokens 1 -o OUT --threads -1",
-            "chat": "BUNDLE --threads -1",
-            "decide": "BUNDLE --prompt a --yes-no b --threads -1",
-            "serve": "BUNDLE --port -1",
-            "triton": "BUNDLE -o OUT --model-version -1",
-            "bench": "BUNDLE --threads -1",
-            "plan": "BUNDLE --targets cpu --batch -1",
-            "targets": "--batch -1",
-            "embed": "--batch -1",
-            "doctor": "--batch -1",
-            "compile": "BUNDLE --json-object --max-depth -1 -o OUT",
-        },
+        every("inspect", more="--mask-token-id -1")
+        | every("build", "quantize", "verify", "compare", "capture", more="--seed -1")
+        | every("engine", more="--canvas -1")
+        | every(*RUN_BUNDLES, "report", more="--threads -1")
+        | every("serve", more="--port -1")
+        | every("triton", more="--model-version -1")
+        | every("plan", more="--batch -1")
+        | dict.fromkeys(("targets", "embed", "doctor"), "--batch -1")
+        | {"compile": "BUNDLE --json-object --max-depth -1 -o OUT"},
     ),
     "a preset that is not there": (
         WRONG,
         "preset ['\"]warp['\"]",
-        {
-            "build": "CHECKPOINT -o OUT --precision int8 --no-verify --calib-preset warp",
-            "quantize": "CHECKPOINT -o OUT --no-verify --calib-preset warp",
-            "verify": "INT8 --checkpoint CHECKPOINT --calib-preset warp",
-            "compare": "BUNDLE BUNDLE --calib-preset warp",
-            "report": "BUNDLE BUNDLE -o OUT.html --speed --preset warp",
-            "run": "BUNDLE --tokens 1 --preset warp",
-            "effort": "BUNDLE --preset warp",
-            "bench": "BUNDLE --preset warp",
-            "plan": "BUNDLE --targets cpu --preset warp",
-        },
+        every("build", more="--precision int8 --no-verify --calib-preset warp")
+        | every("quantize", more="--no-verify --calib-preset warp")
+        | {"verify": "INT8 --checkpoint CHECKPOINT --calib-preset warp"}
+        | every("compare", more="--calib-preset warp")
+        | every("report", more="--speed --preset warp")
+        | every("run", "effort", "bench", "plan", more="--preset warp"),
     ),
     "a file to read that is a pipe": (
         WRONG,
         "/pipe' is not a plain file",
-        {
-            "build": "CHECKPOINT -o OUT --precision int8 --calib PIPE",
-            "quantize": "CHECKPOINT -o OUT --calib PIPE",
-            "verify": "BUNDLE --checkpoint CHECKPOINT --prompts PIPE",
-            "compare": "BUNDLE BUNDLE --data PIPE",
-            "effort": "BUNDLE --data PIPE",
+        every("build", "quantize", more="--precision int8 --calib PIPE")
+        | every("verify", "capture", more="--prompts PIPE")
+        | every("compare", "effort", more="--data PIPE")
+        | every("serve", more="--api-key-file PIPE")
+        | {
             "cache-prompt": "BUNDLE --messages PIPE -o OUT.cache",
             "run": "BUNDLE --messages PIPE",
             "decide": "BUNDLE --messages PIPE --yes-no b",
-            "serve": "BUNDLE --api-key-file PIPE",
-            "capture": "CHECKPOINT -o OUT.npz --prompts PIPE",
             "plan": "--sizes 8B --targets cpu --measured PIPE",
             "compile": "BUNDLE --schema PIPE -o OUT",
         },
@@ -188,25 +163,8 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a bundle that is damaged": (
         WRONG,
         r"denoiser\.onnx\.data: \d+ bytes, but the manifest says \d+: the file is truncated",
-        {
-            "inspect": "DAMAGED",
-            "build": "DAMAGED -o OUT",
-            "quantize": "DAMAGED -o OUT",
-            "engine": "DAMAGED --target thor",
-            "verify": "DAMAGED --checkpoint CHECKPOINT",
-            "compare": "BUNDLE DAMAGED",
-            "report": "BUNDLE DAMAGED -o OUT.html",
-            "run": "DAMAGED --tokens 1",
-            "effort": "DAMAGED",
-            "cache-prompt": "DAMAGED --tokens 1 -o OUT.cache",
-            "chat": "DAMAGED",
-            "decide": "DAMAGED --prompt a --yes-no b",
-            "serve": "DAMAGED",
-            "triton": "DAMAGED -o OUT",
-            "bench": "DAMAGED",
-            "plan": "DAMAGED --targets cpu",
-            "compile": "DAMAGED --regex a -o OUT",
-        },
+        every(*(name for name in ARGUMENTS if name not in ("capture", "doctor")), source="DAMAGED")
+        | {"verify": "DAMAGED --checkpoint CHECKPOINT"},
     ),
     "another checkpoint's bundle": (
         WRONG,
@@ -221,19 +179,9 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "no engine on this machine": (
         COULD_NOT,
         "cannot load ONNX Runtime from",
-        {
-            "build": "CHECKPOINT -o OUT",
-            "verify": "BUNDLE --checkpoint CHECKPOINT --count 1 --new-tokens 1",
-            "compare": "BUNDLE BUNDLE",
-            "report": "BUNDLE BUNDLE -o OUT.html --speed",
-            "run": "BUNDLE --tokens 1",
-            "effort": "BUNDLE",
-            "cache-prompt": "BUNDLE --tokens 1 -o OUT.cache",
-            "chat": "BUNDLE",
-            "decide": "BUNDLE --prompt a --yes-no b",
-            "serve": "BUNDLE",
-            "bench": "BUNDLE",
-        },
+        every(*RUN_BUNDLES, "build", "compare")
+        | every("verify", more="--count 1 --new-tokens 1")
+        | every("report", more="--speed"),
     ),
 }
 CASES = [

@@ -67,6 +67,10 @@ def events(served: Served, path: str, **fields: Any) -> list[Any]:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 def contents(found: list[Any]) -> list[str]:
     return [
         choice["delta"]["content"]
@@ -354,25 +358,13 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
         ({"tool_choice": "required"}, 400, "tool_choice", "give tools"),
         ({"stop": [""]}, 400, "stop", "not empty"),
         (
-            {
-                "max_tokens": 4,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"const": "x" * 40}},
-                },
-            },
+            {"max_tokens": 4, "response_format": schema_format({"const": "x" * 40})},
             400,
             None,
             "raise max_tokens",
         ),
         (
-            {
-                "max_completion_tokens": 4,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"const": "x" * 40}},
-                },
-            },
+            {"max_completion_tokens": 4, "response_format": schema_format({"const": "x" * 40})},
             400,
             None,
             "raise max_completion_tokens",
@@ -380,12 +372,7 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
         ({"dlm": {"new_tokens": 1 << 20}}, 400, None, "longer than the denoiser's 512"),
         ({"dlm": {"new_tokens": 8}, "max_tokens": 8}, 400, None, "not both"),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "nothing"}},
-                }
-            },
+            {"response_format": schema_format({"type": "nothing"})},
             400,
             "response_format",
             "nothing",
