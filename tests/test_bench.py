@@ -34,7 +34,7 @@ from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
 from dlm_export.planning import bench, cost, peer, prefix, roofline
 from dlm_export.planning.loads import ROUNDS
-from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
+from dlm_export.planning.roofline import Costs, Machine, Rates, Work, limit_s
 from dlm_export.progress import Silent
 from dlm_runtime import Bundle, Generation, PassCost, RequestError
 
@@ -540,7 +540,7 @@ def test_work_of_a_pass_counted_by_hand() -> None:
     # pass reads two rows of the embedding, all in fp32. In each layer, the key and the value of a
     # position together have 4 numbers.
     network = make_network(**HAND)
-    work = work_of(network, {}, tokens=2, cached=3, rows=1)
+    work = Costs(network, {}).work(tokens=2, cached=3, rows=1)
     assert work == Work(
         4 * (84 + 40 + 12 + 8),
         5 * 4 * 4,
@@ -548,9 +548,8 @@ def test_work_of_a_pass_counted_by_hand() -> None:
     )
     # The quantised matrices of gate and up each have 12 codes and 3 scales. If a format only
     # quantises weights, multiplications are in full precision.
-    work = work_of(
-        network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1
-    )
+    layers = {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}
+    work = Costs(network, layers).work(2, 3, 1)
     assert work.weight_bytes == 4 * (60 + 40 + 12 + 8) + 2 * (12 + 4 * 3)
     assert work.macs == {
         "layers.full": 144,
@@ -560,7 +559,7 @@ def test_work_of_a_pass_counted_by_hand() -> None:
     }
     assert work.by_arithmetic() == {"full": 264, "int8": 24}
     biased = make_network(**HAND, qkv_bias=True)
-    assert work_of(biased, {}, 2, 3, 1, element_bytes=2).weight_bytes == 2 * (144 + 4 + 2 + 2)
+    assert Costs(biased, {}, 2).work(2, 3, 1).weight_bytes == 2 * (144 + 4 + 2 + 2)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -570,12 +569,12 @@ def test_counted_weights_are_those_that_the_denoiser_has(
     checkpoint = Checkpoint(request.getfixturevalue(f"{family}_checkpoint"))
     network = families.read_network(checkpoint, Overrides())
     embedding = network.vocab_size * network.hidden_size
-    counted = work_of(network, {}, tokens=network.vocab_size, cached=0, rows=1)
+    costs = Costs(network, {})
+    counted = costs.work(tokens=network.vocab_size, cached=0, rows=1)
     assert not network.tied_head
     assert counted.weight_bytes == 4 * network.parameter_count()
-    assert work_of(
-        network, {}, tokens=1, cached=0, rows=1
-    ).weight_bytes == counted.weight_bytes - 4 * (embedding - network.hidden_size)
+    one = costs.work(tokens=1, cached=0, rows=1)
+    assert one.weight_bytes == counted.weight_bytes - 4 * (embedding - network.hidden_size)
 
 
 sizes = st.tuples(st.integers(1, 600), st.integers(0, 5000), st.integers(0, 600), st.integers(1, 8))
@@ -592,9 +591,10 @@ RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
 def test_work_never_shrinks_as_a_pass_grows(
     size: tuple[int, int, int, int], layers: dict[str, str]
 ) -> None:
-    work = work_of(LARGE, layers, *size)
+    costs = Costs(LARGE, layers)
+    work = costs.work(*size)
     for grown in range(4):
-        larger = work_of(LARGE, layers, *(value + (i == grown) for i, value in enumerate(size)))
+        larger = costs.work(*(value + (i == grown) for i, value in enumerate(size)))
         assert larger.weight_bytes >= work.weight_bytes
         assert larger.cache_bytes >= work.cache_bytes
         assert all(larger.macs[kind] >= count for kind, count in work.macs.items())
@@ -608,12 +608,11 @@ def test_a_pass_that_scores_nothing_pays_for_no_head(
     size: tuple[int, int, int, int], layers: dict[str, str]
 ) -> None:
     tokens, cached, _, batch = size
-    work = work_of(LARGE, layers, tokens, cached, 0, batch)
+    work = Costs(LARGE, layers).work(tokens, cached, 0, batch)
     assert not [kind for kind in work.macs if kind.startswith("head")]
-    no_vocabulary = work_of(
-        make_network(**LARGE_SIZES | {"vocab_size": 4}), {}, tokens, cached, 0, batch
-    )
-    assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
+    few = make_network(**LARGE_SIZES | {"vocab_size": 4})
+    no_vocabulary = Costs(few, {}).work(tokens, cached, 0, batch)
+    assert Costs(LARGE, {}).work(tokens, cached, 0, batch) == no_vocabulary
 
 
 def test_the_limit_is_the_larger_of_reading_and_multiplying() -> None:

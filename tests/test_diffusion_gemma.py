@@ -155,10 +155,7 @@ def test_layers_with_a_window_limit_the_planned_memory(tmp_path: Path) -> None:
     assert network.cache_bytes(4) == window_row + row
     assert network.canvas_bytes(10, 4) == 10 * (window_row + row)
     assert network.canvas_bytes(1000, 4) == (7 + 512) * window_row + 1000 * row
-    kinds = roofline.kinds_of(network, {}, 4)
-    near, far = (
-        roofline.count_work(network, kinds, 8, cached, 8, element_bytes=4) for cached in (7, 107)
-    )
+    near, far = (roofline.Costs(network, {}).work(8, cached, 8) for cached in (7, 107))
     assert near.cache_bytes == 15 * (window_row + row)
     assert far.cache_bytes - near.cache_bytes == 100 * row
     # The last layer has 4 query heads of 32 features. Attention computes two products.

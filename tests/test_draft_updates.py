@@ -41,7 +41,7 @@ from dlm_export.graph import trace, updates
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.planning.roofline import kinds_of, weights_bytes
+from dlm_export.planning.roofline import Costs
 from dlm_export.quantising.quantisation import Folded, by_site
 from dlm_export.sources import open_source
 from dlm_runtime import Bundle
@@ -428,7 +428,7 @@ def test_sizes_include_the_adapter(folders: tuple[Path, Path]) -> None:
     matrices = 4 * 64, 64 + 32, 64 + 32, 64 + 64, 64 + 96, 64 + 96, 64 + 96
     elements = 2 * 4 * (64 + 64 + sum(matrices[1:]))
     assert adapted.parameter_count() == plain.parameter_count() + elements
-    sizes = [weights_bytes(each, kinds_of(each, {}, 2), 2) for each in (plain, adapted)]
+    sizes = [Costs(each, {}, 2).weight_bytes for each in (plain, adapted)]
     assert sizes[1] - sizes[0] == 2 * elements
     told = [json.loads(invoke("inspect", folder, "--json")) for folder in folders]
     assert told[1]["stored_bytes"] - told[0]["stored_bytes"] == 4 * elements

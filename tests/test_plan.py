@@ -40,13 +40,13 @@ from dlm_export.planning.measured import (
 from dlm_export.planning.plan import make_plan
 from dlm_export.planning.predict import (
     Request,
+    costs_of,
     default_policy,
     memory_bytes,
     predict,
-    stored_bytes,
 )
 from dlm_export.planning.predicted_passes import Loop, PlannedPass, list_passes
-from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
+from dlm_export.planning.roofline import Costs, Machine, limit_s
 from dlm_export.planning.shapes import (
     Precision,
     Shape,
@@ -377,8 +377,7 @@ def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
 
 
 def _weights_bytes(shape: Shape, precision: Precision) -> int:
-    kinds = kinds_of(shape.network, dict(precision.layers), precision.element_bytes)
-    return weights_bytes(shape.network, kinds, precision.element_bytes)
+    return Costs(shape.network, dict(precision.layers), precision.element_bytes).weight_bytes
 
 
 def test_memory_on_a_gpu_is_what_building_an_engine_estimates() -> None:
@@ -452,7 +451,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         found, _ = precisions_of(shape, CPU)
         own = next(each for each in found if precision in (each.name, *each.same_as))
-        assert stored_bytes(shape, own) <= planned[precision]
+        assert costs_of(shape, own).weight_bytes <= planned[precision]
         told = invoke("plan", bundle, "--targets", "cpu", "--json", "--new-tokens", 32,
                       "--prompt-tokens", 32, "--precisions", precision)  # fmt: skip
         (again,) = json.loads(told.stdout)["predictions"]

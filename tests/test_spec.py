@@ -37,7 +37,7 @@ from dlm_export.network.spec import (
     Rope,
     RouterSpec,
 )
-from dlm_export.planning.roofline import work_of
+from dlm_export.planning.roofline import Costs
 from dlm_export.tensorrt.estimate import Limits, estimate
 
 HIDDEN = 24
@@ -258,10 +258,10 @@ def test_experts_are_described_and_counted() -> None:
     assert router.path not in RECIPES["int8"].formats(list(network.quantisable()))
     assert network.parameters()["blocks.0.mlp.experts.gate.weight"] == (64, 32, 16)
     dense = make_network(layers=(replace(layer, mlp=MlpSpec(8 * 16 + 32)),))
-    one, same = work_of(network, {}, 1, 0, 1), work_of(dense, {}, 1, 0, 1)
+    one, same = (Costs(each, {}).work(1, 0, 1) for each in (network, dense))
     assert one.macs["layers.full"] == same.macs["layers.full"] + 32 * 64
     assert one.weight_bytes == same.weight_bytes + 4 * 32 * 64
-    many = work_of(network, {}, 1000, 0, 1).weight_bytes - 4 * 1000 * 32
+    many = Costs(network, {}).work(1000, 0, 1).weight_bytes - 4 * 1000 * 32
     assert many + 4 * 99 * 32 == pytest.approx(4 * (network.parameter_count() - 32), rel=1e-3)
     assert estimate(network, 0, Limits(8, 8)).passes == estimate(dense, 0, Limits(8, 8)).passes
 

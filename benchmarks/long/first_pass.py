@@ -199,9 +199,9 @@ def multiply_adds(network: Any, formats: dict[str, str], tokens: int, rows: int,
 
     Attention needs two multiply-adds for each pair and each feature of the heads.
     """
-    from dlm_export.planning.roofline import work_of
+    from dlm_export.planning.roofline import Costs
 
-    macs = work_of(network, formats, tokens, 0, rows).macs
+    macs = Costs(network, formats).work(tokens, 0, rows).macs
     linear = sum(count for kind, count in macs.items() if not kind.startswith("attention."))
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     return linear, 2 * features * pairs

@@ -310,15 +310,13 @@ def _check_device_memory(job: Job) -> None:
     limits = estimate.limits_of(
         network.max_canvas_length, block_length, request.options.engine or EngineOptions()
     )
-    element_bytes = graph.PRECISIONS[job.base]
-    kinds = roofline.kinds_of(network, job.formats or {}, element_bytes)
-    weights_bytes = roofline.weights_bytes(network, kinds, element_bytes)
+    costs = roofline.Costs(network, job.formats or {}, graph.PRECISIONS[job.base])
     for target in request.targets:
         builder = request.builders.get(target.name)
         estimate.check_memory(
             network,
             target,
-            weights_bytes,
+            costs.weight_bytes,
             limits,
             on_host=builder is not None,
             has_gpu=builder is None or builder.has_gpu,

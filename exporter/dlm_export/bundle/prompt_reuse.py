@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of
+from dlm_export.network.pass_plan import block_length_of
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.cache_dtypes import CACHE_ROWS
+from dlm_runtime.policy import Policy
 
 LEAST_PAGE_TOKENS = 16
 FULL_ATTENTION = (
@@ -30,16 +33,19 @@ def whole_pages(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
 
 
-def reused_tokens(
-    common: int, prompt_tokens: int, block_length: int, visible_block: int, shift: int
-) -> int:
+def reused_tokens(common: int, prompt_tokens: int, network: NetworkSpec, policy: Policy) -> int:
     """Return the number of a prompt's leading tokens whose keys and values a scheduler reuses.
 
     ``common`` is the number of leading tokens for which an earlier request stored keys and values.
     The block in which the prompt ends is always computed. With ``shift`` 1, the last token before
-    this block is computed too, because its logits predict the first token of the block.
+    this block is computed too, because its logits predict the first token of the block. A network
+    with draft passes may reuse the whole prompt, except the last token if it predicts a token.
     """
-    page = page_tokens(visible_block)
+    assert network.visible_block is not None
+    block_length, shift = block_length_of(policy, network.visible_block), network.shift
+    if network.draft_block is not None:
+        block_length, shift = 1, int(policy.remask != "noise")
+    page = page_tokens(network.visible_block)
     last = prompt_tokens - prompt_tokens % block_length - shift
     return max(0, min(common, last)) // page * page
 

@@ -180,12 +180,11 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
     the number of bytes per element of all other tensors. The two numbers may differ, because fp32
     bundles store the embedding table in the checkpoint's type.
     """
-    from dlm_export.planning.roofline import kinds_of, weights_bytes
+    from dlm_export.planning.roofline import Costs
 
-    kinds = kinds_of(c, {}, element_bytes, table_bytes)
     per_token = c.cache_bytes(element_bytes)
     return {
-        "weights_bytes": weights_bytes(c, kinds, element_bytes, table_bytes),
+        "weights_bytes": Costs(c, {}, element_bytes, table_bytes).weight_bytes,
         "cache_bytes_per_token": per_token,
         "cache_bytes": c.canvas_bytes(_kept(c), element_bytes),
     }

@@ -563,14 +563,5 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
         if is_for_cpu
         else CACHE_ROWS[cache_dtype][0]
     )
-    return roofline.work_of(
-        network,
-        real,
-        size.tokens,
-        size.cached,
-        size.rows,
-        batch,
-        element_bytes=element_bytes,
-        table_bytes=table_bytes_of(manifest),
-        cache_dtype=cache_dtype,
-    )
+    costs = roofline.Costs(network, real, element_bytes, table_bytes_of(manifest))
+    return costs.work(size.tokens, size.cached, size.rows, batch, cache_dtype=cache_dtype)

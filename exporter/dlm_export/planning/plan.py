@@ -26,7 +26,7 @@ from dlm_export.planning.predict import (
     pass_time,
     predict,
 )
-from dlm_export.planning.predicted_passes import Loop, check_policy, list_passes
+from dlm_export.planning.predicted_passes import check_policy, list_passes
 from dlm_export.planning.roofline import cache_bytes_by_type
 from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_gpus
 from dlm_export.targets import TARGETS, Target, find, recipe_for
@@ -172,14 +172,8 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     if not _is_measured(shape, measured) or policy is None or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
-    network = shape.network
-    loop = Loop(
-        policy,
-        network.visible_block,
-        network.shift,
-        draft_block=network.draft_block,
-        prompt_pass_tokens=network.prompt_pass_tokens,
-    )
+    request = Request(prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens)
+    loop = loop_for(policy, shape.network, request)
     passes = Counter(
         each.size for each in list_passes(asked.prompt_tokens, asked.new_tokens, per_pass, loop)
     )

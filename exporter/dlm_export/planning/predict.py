@@ -28,14 +28,10 @@ from dlm_export.planning.measured import Measured, interpolated_ratio
 from dlm_export.planning.predicted_passes import Loop, list_passes
 from dlm_export.planning.roofline import (
     FULL,
-    MatrixKind,
+    Costs,
     Rates,
     Work,
-    count_work,
-    file_bytes,
-    kinds_of,
     limit_s,
-    weights_bytes,
 )
 from dlm_export.planning.shapes import Precision, Shape, shape_on_gpus
 from dlm_export.targets import Target
@@ -93,16 +89,7 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
     """Describe the passes of a request. Only whole pages of a prompt's tokens are reused."""
     reused = 0
     if request.reused_tokens:
-        assert network.visible_block is not None
-        reused = reused_tokens(
-            request.reused_tokens,
-            request.prompt_tokens,
-            block_length_for(policy, network, request.new_tokens)
-            if network.draft_block is None
-            else 1,
-            network.visible_block,
-            network.shift if network.draft_block is None else int(policy.remask != "noise"),
-        )
+        reused = reused_tokens(request.reused_tokens, request.prompt_tokens, network, policy)
     return Loop(
         policy,
         network.visible_block,
@@ -243,46 +230,18 @@ def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
-    return kinds_of(
-        shape.network,
-        dict(precision.layers),
-        precision.element_bytes,
-        _table_bytes(shape, precision),
-    )
+def costs_of(shape: Shape, precision: Precision) -> Costs:
+    """Return the costs of a denoiser in one precision.
 
-
-def _table_bytes(shape: Shape, precision: Precision) -> int:
-    """Return the number of bytes that each element of an unquantised embedding table takes."""
-    return min(precision.element_bytes, shape.table_bytes)
-
-
-def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Return the size of all weights in bytes.
-
-    If the head and the embedding share a table, the table counts once.
+    An unquantised embedding table keeps the type of the checkpoint, if that type is smaller.
     """
-    return weights_bytes(
-        shape.network,
-        _kinds(shape, precision),
-        precision.element_bytes,
-        _table_bytes(shape, precision),
-    )
+    table_bytes = min(precision.element_bytes, shape.table_bytes)
+    return Costs(shape.network, dict(precision.layers), precision.element_bytes, table_bytes)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Work:
-    kinds, element_bytes = _kinds(shape, precision), precision.element_bytes
-    return count_work(
-        shape.network,
-        kinds,
-        made.tokens,
-        made.cached,
-        made.rows,
-        batch,
-        element_bytes=element_bytes,
-        table_bytes=_table_bytes(shape, precision),
-    )
+    return costs_of(shape, precision).work(made.tokens, made.cached, made.rows, batch)
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
@@ -310,7 +269,7 @@ def memory_bytes(
     the cache and the intermediate results. For a GPU, the result also includes the CUDA context and
     the kernels.
     """
-    weights = stored_bytes(shape, precision)
+    weights = costs_of(shape, precision).weight_bytes
     found = estimate(shape.network, weights, Limits(canvas, block_length))
     # The size of the logits does not depend on ``element_bytes``, because logits are always in
     # fp32.
@@ -389,7 +348,7 @@ def predict(
         precision.same_as,
         block_length,
         memory,
-        file_bytes(shape.network, stored_bytes(shape, precision), precision.element_bytes),
+        costs_of(shape, precision).file_bytes,
         fits,
         missing,
         is_calibrated,

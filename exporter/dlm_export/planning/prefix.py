@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlm_export.bundle.manifest import network_of
 from dlm_export.bundle.prompt_reuse import prompt_reuse_of, reused_tokens
 from dlm_export.progress import Progress
 from dlm_runtime import Bundle, Policy, RequestError, Scheduler
@@ -102,18 +103,12 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
         # presets.
         return
     policy = Policy(**presets[load.preset]).with_fields(dict(load.changes))
-    visible_block = bundle.visible_block
-    assert visible_block is not None
     if policy.cache == "none":
         raise RequestError(
             "prefix: the policy has cache=none, and so reuses nothing; choose another preset, or omit prefix"
         )
-    block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
-    if (
-        bundle.draft_block is not None
-    ):  # the whole prompt may be reused, except the last row if it predicts a token
-        block_length, shift = 1, int(policy.remask != "noise")
-    if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
+    network = network_of(bundle.manifest)
+    if not reused_tokens(load.shared, load.shared + load.own, network, policy):
         raise RequestError(
             f"prefix: {load.shared} tokens are too few, because only whole pages of {reuse.page_tokens} "
             "tokens before the last block of the prompt are reused; choose more"

@@ -18,13 +18,14 @@ faster than ONNX Runtime. The measurement uses as many threads as the bundle.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.network.spec import HEAD, NetworkSpec
 from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
 
@@ -66,50 +67,6 @@ class Rates:
     macs: Mapping[str, float]
 
 
-def work_of(
-    network: NetworkSpec,
-    layers: Mapping[str, str],
-    tokens: int,
-    cached: int,
-    rows: int,
-    batch: int = 1,
-    *,
-    element_bytes: int = 4,
-    table_bytes: int | None = None,
-    cache_dtype: str | None = None,
-) -> Work:
-    """Count the work of a pass over ``batch`` canvases.
-
-    Scales are counted as fp32. A pass reads only the experts that the router chooses. The function
-    counts the expected number of these experts, and assumes that all experts are equally likely.
-
-    Args:
-        network: The description of the denoiser's network.
-        layers: Maps each quantised layer to its format, a key of ``FORMATS``. All other layers are
-            in full precision.
-        tokens: Number of tokens that the pass computes, per canvas.
-        cached: Number of tokens whose keys and values are in the cache, per canvas.
-        rows: Number of rows of logits that the pass computes, per canvas.
-        batch: Number of canvases.
-        element_bytes: Number of bytes of each unquantised element, 4 or 2. ``element_bytes`` is
-            also the default for the embedding table and the cache.
-        table_bytes: Number of bytes of each element of the embedding table.
-        cache_dtype: The cache's type, as in the manifest.
-    """
-    kinds = kinds_of(network, layers, element_bytes, table_bytes)
-    return count_work(
-        network,
-        kinds,
-        tokens,
-        cached,
-        rows,
-        batch,
-        element_bytes=element_bytes,
-        table_bytes=table_bytes,
-        cache_dtype=cache_dtype,
-    )
-
-
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
     """Map each cache type to the number of bytes for the keys and values of one token."""
     return {
@@ -119,7 +76,7 @@ def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class MatrixKind:
+class _MatrixKind:
     """A group of ``number`` matrices with the same cost.
 
     Each matrix consists of ``experts`` equal parts, one for each expert. A layer without experts
@@ -136,123 +93,119 @@ class MatrixKind:
     expert_bytes: int
 
 
-def kinds_of(
-    network: NetworkSpec,
-    layers: Mapping[str, str],
-    element_bytes: int,
-    table_bytes: int | None = None,
-) -> tuple[MatrixKind, ...]:
-    """Group a network's matrices by their cost in the formats of ``layers``.
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The costs of a denoiser's weights and passes in one precision.
 
-    The matrices of low-rank updates for draft passes are counted for all passes.
+    - ``layers``: maps each quantised layer to its format, a key of ``FORMATS``. All other layers are
+      in full precision.
+    - ``element_bytes``: number of bytes of each unquantised element, 4 or 2. It is also the default
+      for the embedding table and the cache.
+    - ``table_bytes``: number of bytes of each element of an unquantised embedding table.
 
-    If the head shares an unquantised embedding table, each element of the table takes
-    ``table_bytes`` bytes.
+    Scales are counted as fp32. The matrices of low-rank updates for draft passes are counted for all
+    passes.
     """
-    table_bytes = table_bytes or element_bytes
-    found: Counter[tuple[str, str, int, float, int, int]] = Counter()
-    for layer in network.linear_layers():
-        chosen = FORMATS[layers.get(layer.path, HIGH)]
-        plain_bytes = table_bytes if layer.is_tied else element_bytes
-        size = _matrix_bytes(chosen, layer.inputs, layer.outputs, plain_bytes)
-        part = HEAD if layer.role == HEAD else "layers"
-        found[
-            part,
-            chosen.activations or FULL,
-            layer.count,
-            layer.share,
-            layer.inputs * layer.outputs,
-            size,
-        ] += 1
-    for layer, update in network.draft_updates().values():
-        elements = update.rank * (layer.inputs + layer.outputs)
-        found["layers", FULL, 1, 1.0, elements, element_bytes * elements] += 1
-    return tuple(MatrixKind(number, *kind) for kind, number in found.items())
 
+    network: NetworkSpec
+    layers: Mapping[str, str]
+    element_bytes: int = 4
+    table_bytes: int | None = None
 
-def count_work(
-    network: NetworkSpec,
-    kinds: tuple[MatrixKind, ...],
-    tokens: int,
-    cached: int,
-    rows: int,
-    batch: int = 1,
-    *,
-    element_bytes: int = 4,
-    table_bytes: int | None = None,
-    cache_dtype: str | None = None,
-) -> Work:
-    """Like ``work_of``, but with the result of ``kinds_of`` instead of the layers' formats."""
-    rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
-    weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
-    macs: Counter[str] = Counter()
-    for kind in kinds:
-        scored = batch * (rows if kind.part == "head" else tokens)
-        if scored == 0:
-            continue
-        reached = kind.experts * (1 - (1 - kind.share) ** scored)
-        weight_bytes += kind.number * round(reached * kind.expert_bytes)
-        macs[f"{kind.part}.{kind.arithmetic}"] += (
-            kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
+    @functools.cached_property
+    def _kinds(self) -> tuple[_MatrixKind, ...]:
+        """The network's matrices, grouped by their cost."""
+        found: Counter[tuple[str, str, int, float, int, int]] = Counter()
+        for layer in self.network.linear_layers():
+            chosen, elements = (
+                FORMATS[self.layers.get(layer.path, HIGH)],
+                layer.inputs * layer.outputs,
+            )
+            plain_bytes = (self.table_bytes if layer.is_tied else None) or self.element_bytes
+            size = (
+                plain_bytes * elements
+                if chosen.weights is None
+                else chosen.weight_bytes(layer.inputs, layer.outputs)
+            )
+            part, arithmetic = HEAD if layer.role == HEAD else "layers", chosen.activations or FULL
+            found[part, arithmetic, layer.count, layer.share, elements, size] += 1
+        for layer, update in self.network.draft_updates().values():
+            elements = update.rank * (layer.inputs + layer.outputs)
+            found["layers", FULL, 1, 1.0, elements, self.element_bytes * elements] += 1
+        return tuple(_MatrixKind(number, *kind) for kind, number in found.items())
+
+    @functools.cached_property
+    def _held_table_bytes(self) -> int:
+        """The size in bytes of the embedding table, which a tied head uses too."""
+        if self.network.tied_head:
+            return sum(kind.expert_bytes for kind in self._kinds if kind.part == HEAD)
+        elements = self.network.vocab_size * self.network.hidden_size
+        return (self.table_bytes or self.element_bytes) * elements
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of all weights in bytes, including the embedding table and scales.
+
+        If the head and the embedding share a table, the table is counted once, in the head's format.
+        """
+        matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in self._kinds)
+        table = 0 if self.network.tied_head else self._held_table_bytes
+        return self.element_bytes * self.network.vector_elements + matrices + table
+
+    @property
+    def file_bytes(self) -> int:
+        """The size in bytes of a bundle's weight file, without padding.
+
+        The file contains the weights, the rotary tables, and a bias for each token of the
+        vocabulary.
+        """
+        c = self.network
+        rotary = c.rotary_copies * sum(table.size for table in c.rotary_tables())
+        elements = c.max_canvas_length * rotary
+        return self.weight_bytes + self.element_bytes * elements + 4 * c.vocab_size
+
+    def work(
+        self, tokens: int, cached: int, rows: int, batch: int = 1, *, cache_dtype: str | None = None
+    ) -> Work:
+        """Count the work of a pass over ``batch`` canvases.
+
+        A pass reads only the experts that the router chooses. The function counts the expected
+        number of these experts, and assumes that all experts are equally likely.
+
+        Args:
+            tokens: Number of tokens that the pass computes, per canvas.
+            cached: Number of tokens whose keys and values are in the cache, per canvas.
+            rows: Number of rows of logits that the pass computes, per canvas.
+            batch: Number of canvases.
+            cache_dtype: The cache's type, as in the manifest.
+        """
+        network = self.network
+        looked_up = batch * tokens * self._held_table_bytes // network.vocab_size
+        weight_bytes = self.element_bytes * network.vector_elements + looked_up
+        macs: Counter[str] = Counter()
+        for kind in self._kinds:
+            scored = batch * (rows if kind.part == HEAD else tokens)
+            if scored == 0:
+                continue
+            reached = kind.experts * (1 - (1 - kind.share) ** scored)
+            weight_bytes += kind.number * round(reached * kind.expert_bytes)
+            macs[f"{kind.part}.{kind.arithmetic}"] += (
+                kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
+            )
+        # Attention computes two products: of queries and keys, and of attention weights and values.
+        # Every token attends to all cached tokens and all tokens of the pass. A layer with a window
+        # has only the cached tokens in its window.
+        near = cached if network.cache_window is None else min(cached, network.cache_window)
+        pairs = sum(
+            layer.attention.heads
+            * layer.attention.head_size
+            * ((cached if window is None else near) + tokens)
+            for layer, window in zip(network.layers, network.cache_windows(), strict=True)
         )
-    # Attention computes two products: of queries and keys, and of attention weights and values.
-    # Every token attends to all cached tokens and all tokens of the pass. A layer with a window has
-    # only the cached tokens in its window.
-    near = cached if network.cache_window is None else min(cached, network.cache_window)
-    pairs = sum(
-        layer.attention.heads
-        * layer.attention.head_size
-        * ((cached if window is None else near) + tokens)
-        for layer, window in zip(network.layers, network.cache_windows(), strict=True)
-    )
-    macs[f"attention.{FULL}"] = batch * 2 * tokens * pairs
-    row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
-    cache_bytes = batch * network.cache_bytes_of(cached + tokens, near + tokens, *row)
-    return Work(weight_bytes, cache_bytes, dict(macs))
-
-
-def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:
-    return (
-        element_bytes * inputs * outputs
-        if chosen.weights is None
-        else chosen.weight_bytes(inputs, outputs)
-    )
-
-
-def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Return the size in bytes of the embedding table, which a tied head uses too."""
-    if network.tied_head:
-        return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
-    return element_bytes * network.vocab_size * network.hidden_size
-
-
-def weights_bytes(
-    network: NetworkSpec,
-    kinds: tuple[MatrixKind, ...],
-    element_bytes: int,
-    table_bytes: int | None = None,
-) -> int:
-    """Return the size of all weights in bytes, including the embedding table and scales.
-
-    ``kinds`` is the result of ``kinds_of``. If the head and the embedding share a table, the table
-    is counted once, in the head's format.
-    """
-    matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
-    table = _table_bytes(network, kinds, table_bytes or element_bytes)
-    return element_bytes * network.vector_elements + matrices + (0 if network.tied_head else table)
-
-
-def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Return the size in bytes of a bundle's weight file, without padding.
-
-    The file contains the weights, the rotary tables, and a bias for each token of the vocabulary.
-    """
-    rotary = (
-        network.max_canvas_length
-        * network.rotary_copies
-        * sum(table.size for table in network.rotary_tables())
-    )
-    return weights + element_bytes * rotary + 4 * network.vocab_size
+        macs[f"attention.{FULL}"] = batch * 2 * tokens * pairs
+        row = (self.element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
+        cache_bytes = batch * network.cache_bytes_of(cached + tokens, near + tokens, *row)
+        return Work(weight_bytes, cache_bytes, dict(macs))
 
 
 def limit_s(work: Work, rates: Rates) -> float:
