@@ -31,7 +31,7 @@ from dlm_export.judging.accuracy import frontier
 from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor
-from dlm_export.judging.sides.side import JudgeError, Predictor
+from dlm_export.judging.sides.side import JudgeError, Side
 from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.network.reference import fill
@@ -51,7 +51,7 @@ def no_text(tokens: list[int]) -> str | None:
     return None
 
 
-class Scripted:
+class Scripted(Side):
     """A predictor that computes logits and texts with given functions.
 
     It stores the canvases that it gets.
@@ -74,22 +74,22 @@ class Scripted:
         self._write = write or (lambda tokens, count, policy: ([EOS] * count, 1))
         self.seen: list[np.ndarray] = []
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+    def logits(
+        self, canvas: np.ndarray, rows: np.ndarray | None = None, draft: Any = None
+    ) -> np.ndarray:
         self.seen.append(canvas)
         out = self._logits(canvas)
         return out if rows is None else out[rows]
 
-    def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
-    ) -> tuple[list[int], int]:
-        written, nfe = self._write(tokens, max_new_tokens, policy)
-        return [*tokens, *written], nfe
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        finished, nfe = self.generate(tokens, max_new_tokens, policy)
-        return [start_canvas(tokens, max_new_tokens, MASK)] * nfe + [
-            Canvas(np.array(finished), np.zeros(len(finished), bool))
-        ]
+    def courses(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[list[Canvas]]:
+        for tokens, count in asked:
+            written, nfe = self._write(tokens, count, policy)
+            finished = np.array([*tokens, *written])
+            yield [start_canvas(tokens, count, MASK)] * nfe + [
+                Canvas(finished, np.zeros(len(finished), bool))
+            ]
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -217,7 +217,7 @@ def _walk(
 
     ``predict_commitment`` predicts the first canvas. The loop computes the second canvas.
     """
-    canvases = predictor.states(_prompt(predictor), new, policy)
+    (canvases,) = predictor.courses([(_prompt(predictor), new)], policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
         commitment = frontier.predict_commitment(predictor, state, policy)
@@ -306,17 +306,15 @@ def test_states_are_the_canvas_of_every_pass_and_the_finished_one(
     denoiser = copy.deepcopy(predictors["llada"].denoiser)
     policy = Policy(block_length=4, stop=stop)
     prompt = _prompt(predictors["llada"])
-    first = predictors["llada"].generate(prompt, 12, policy.with_fields({"stop": "none"}))[0][
-        len(prompt) + 1
-    ]
+    ((*_, last),) = predictors["llada"].courses(
+        [(prompt, 12)], policy.with_fields({"stop": "none"})
+    )
+    first = int(last.tokens[len(prompt) + 1])
     denoiser.network = replace(denoiser.network, eos_token_ids=(first,))
     predictor = TorchPredictor(denoiser, "ends early")
-    tokens, nfe = predictor.generate(prompt, 12, policy)
-    states = predictor.states(prompt, 12, policy)
-    assert nfe == (4 if stop == "eos" else 12)
-    assert len(states) == nfe + 1
+    (states,) = predictor.courses([(prompt, 12)], policy)
+    assert len(states) == 1 + (4 if stop == "eos" else 12)
     assert states[0].tokens.tolist() == [*prompt, *[predictor.mask_token_id] * 12]
-    assert states[-1].tokens.tolist() == tokens
     for canvas in states:
         np.testing.assert_array_equal(canvas.tokens == predictor.mask_token_id, canvas.undecided)
     counts = [canvas.undecided.sum() for canvas in states]
@@ -645,9 +643,7 @@ def writer(
 GRID = (0.3, 0.5, 0.62, 0.65, 0.8)
 
 
-def fit(
-    reference: Predictor, candidate: Predictor, samples: Sequence[Sample], **options: Any
-) -> Refit:
+def fit(reference: Side, candidate: Side, samples: Sequence[Sample], **options: Any) -> Refit:
     return refit_threshold(reference, candidate, samples, POLICY, 8, decode, GRID, **options)
 
 

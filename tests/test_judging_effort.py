@@ -34,7 +34,7 @@ from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.frontier import meet_within
 from dlm_export.judging.sides.layerwise import SweptPredictor
-from dlm_export.judging.sides.side import Seer, View
+from dlm_export.judging.sides.side import View
 from dlm_export.sources import open_source
 from dlm_runtime import Policy
 
@@ -109,7 +109,6 @@ def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> No
     rng = np.random.default_rng(1)
     canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
     views = [View(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
-    assert isinstance(sides.seer, Seer)
     sides.seer.see([*views, views[0]])
     for canvas, positions, _ in views:
         rows = np.maximum(positions - sides.seer.shift, 0)

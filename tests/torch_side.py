@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from dlm_calibration.states import Draft
-from dlm_export.judging.sides.side import DraftPass
+from dlm_export.judging.sides.side import DraftPass, Side
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.loop_turns import Canvas, reserve_end, start_canvas
@@ -17,16 +17,12 @@ from dlm_export.network.states import features_of
 from dlm_runtime import Policy
 
 
-class TorchPredictor:
+class TorchPredictor(Side):
     """A torch denoiser that predicts tokens, and generates text with the reference loop."""
 
     def __init__(self, denoiser: Denoiser, name: str) -> None:
-        c = denoiser.network
-        self.denoiser, self.name = denoiser, name
-        self.shift, self.visible_block = c.shift, c.visible_block
-        self.draft_block = c.draft_block
-        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
-        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+        super().__init__(name, denoiser.network)
+        self.denoiser = denoiser
 
     @torch.no_grad()
     def logits(
@@ -35,7 +31,7 @@ class TorchPredictor:
         rows: np.ndarray | None = None,
         draft: DraftPass | None = None,
     ) -> np.ndarray:
-        """Implements ``Scorer.logits``.
+        """Implements ``Side.logits``.
 
         As in a graph, the head computes only the logits of ``rows``.
         """
@@ -72,16 +68,13 @@ class TorchPredictor:
         )
         return out
 
-    def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
-    ) -> tuple[list[int], int]:
-        """See ``Predictor``."""
-        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
-        return done.tokens, done.nfe
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """See ``Predictor``."""
-        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
-        seen = [reserve_end(start, policy, self.eos_token_ids)]
-        done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
-        return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
+    def courses(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[list[Canvas]]:
+        """See ``Side``."""
+        for prompt, room in asked:
+            start = start_canvas(prompt, room, self.mask_token_id)
+            seen = [reserve_end(start, policy, self.eos_token_ids)]
+            done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
+            finished = Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))
+            yield [*seen[: done.nfe], finished]

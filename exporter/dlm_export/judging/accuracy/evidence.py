@@ -7,35 +7,24 @@ the same samples can therefore be compared with each other, pair by pair.
 
 Both denoisers predict the same masked positions, and both generate text for every sample. They also
 predict which tokens they would commit on the canvases of the reference's decoding runs.
-
-The reference may be a ``Seer``: a denoiser whose layers are loaded one at a time. A ``Seer`` must
-receive the canvases of several samples at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dlm_calibration import metrics
-from dlm_calibration.metrics import Decode, Frontier, Run
+from dlm_calibration.metrics import Decode, Frontier
 from dlm_calibration.samples import Sample, samples_sha256
 from dlm_calibration.states import MASK_RATIOS
-from dlm_export.judging.accuracy.frontier import FrontierState, Met, meet, met, predict_commitment
-from dlm_export.judging.accuracy.masked import (
-    Masked,
-    MaskedCanvas,
-    compare_masked,
-    masked_canvases,
-)
+from dlm_export.judging.accuracy.frontier import FrontierState, Met, met, predict_commitment
+from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import Judgement
-from dlm_export.judging.sides.prompts import asked_of
+from dlm_export.judging.sides.prompts import asked_of, runs_of
 from dlm_export.judging.sides.side import (
     JudgeError,
-    Predictor,
-    Scorer,
-    Seer,
+    Side,
     can_compare_commits,
     check_comparable,
     is_verifying,
@@ -43,153 +32,28 @@ from dlm_export.judging.sides.side import (
 from dlm_runtime import Policy
 
 
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """The texts that the reference (``theirs``) and the candidate (``ours``) generated.
+def _states(run: Met, most: int | None) -> list[FrontierState]:
+    """Choose at most ``most`` states of a run in which to predict what the denoisers would commit.
 
-    ``number`` is the index of the sample. ``prompt`` is the text of the prompt, or ``None`` if there
-    is no tokenizer.
+    The states are evenly spaced. Where they begin depends on the index of the sample.
     """
-
-    number: int
-    prompt: str | None
-    theirs: Run
-    ours: Run
-
-
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """The result of comparing the denoisers on the samples.
-
-    ``masked[0]`` compares the candidate with the reference. If there is a noise floor,
-    ``masked[1]`` compares the noise floor with the reference.
-    """
-
-    masked: list[Masked]
-    frontier: Frontier
-    runs: list[Compared]
-
-
-class Pair:
-    """Two denoisers to compare. The docstring of ``judge`` explains the arguments."""
-
-    def __init__(
-        self,
-        reference: Scorer,
-        candidate: Predictor,
-        *,
-        policy: Policy,
-        candidate_policy: Policy,
-        max_new_tokens: int,
-        decode: Decode,
-        seed: int,
-        noise_floor: Scorer | None,
-        has_texts: bool,
-        canvases: int | None,
-    ) -> None:
-        self.others = [candidate, *([noise_floor] if noise_floor is not None else [])]
-        self._reference, self._candidate, self._floor = reference, candidate, noise_floor
-        self._policy, self._candidate_policy = policy, candidate_policy
-        self._new_tokens, self._decode, self._seed = max_new_tokens, decode, seed
-        self._has_texts, self._canvases = has_texts, canvases
-        self._limit = min(p.max_canvas_length for p in (reference, *self.others))
-
-    def _masked(self, number: int, sample: Sample) -> list[MaskedCanvas]:
-        return list(
-            masked_canvases(
-                sample,
-                number,
-                self._reference,
-                policy=self._policy,
-                limit=self._limit,
-                seed=self._seed,
-                most=self._canvases,
-            )
-        )
-
-    def _runs(self, samples: Sequence[tuple[int, Sample]]) -> list[Met]:
-        """Generate text for the samples with the reference."""
-        reference, policy = self._reference, self._policy
-        if not self._has_texts:
-            return []
-        if not isinstance(reference, Seer):
-            assert isinstance(reference, Predictor)
-            return [
-                meet(reference, sample, number, policy, self._new_tokens, self._limit)
-                for number, sample in samples
-            ]
-        asked = [
-            asked_of(sample, number, self._new_tokens, self._limit) for number, sample in samples
-        ]
-        return [
-            met(reference, number, prompt, canvases, policy)
-            for (number, _), (prompt, _), canvases in zip(
-                samples, asked, reference.courses(asked, policy), strict=True
-            )
-        ]
-
-    def _states(self, run: Met) -> list[FrontierState]:
-        """Choose the states of a run in which both denoisers predict what they would commit.
-
-        The states are evenly spaced. Where they begin depends on the index of the sample.
-        """
-        if not can_compare_commits(self._reference, self._policy):
-            return []
-        found, most = run.deciding, self._canvases
-        if most is None or len(found) <= most:
-            return found
-        shift = run.number % len(found)
-        return [found[(shift + i * len(found) // most) % len(found)] for i in range(most)]
-
-    def compare(
-        self, samples: Sequence[tuple[int, Sample]], on_done: Callable[[], None]
-    ) -> Evidence:
-        """Compare the denoisers on the samples, which have their indices beside them.
-
-        ``on_done`` is called once per sample, and once per decoding run. Raises JudgeError.
-        """
-        runs = self._runs(samples)
-        states = [(run.number, state) for run in runs for state in self._states(run)]
-        canvases = [seen for number, sample in samples for seen in self._masked(number, sample)]
-        views = [seen.view for seen in canvases]
-        for side, seen in (
-            (self._floor, views),
-            (self._reference, [*views, *(state.view for _, state in states)]),
-        ):
-            if isinstance(side, Seer):
-                side.see(seen)
-        masked = compare_masked(self._reference, self.others, canvases, on_done)
-        found = Evidence(masked, Frontier(self._reference.mask_token_id), [])
-        for number, state in states:
-            commits = (
-                predict_commitment(side, state, self._policy)
-                for side in (self._reference, self._candidate)
-            )
-            found.frontier.add(number, state.mask_ratio, *commits)
-        prompts = dict(samples)
-        for run in runs:
-            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
-            given = prompts[run.number].prompt
-            prompt = self._decode(run.prompt) if given is None else given
-            theirs = self._as_run(run, run.tokens, run.nfe)
-            found.runs.append(Compared(run.number, prompt, theirs, self._as_run(run, *made)))
-            on_done()
+    found = run.deciding
+    if most is None or len(found) <= most:
         return found
-
-    def _as_run(self, run: Met, tokens: Sequence[int], nfe: int) -> Run:
-        return metrics.as_run(tokens, run.prompt, nfe, self._reference.eos_token_ids, self._decode)
+    shift = run.number % len(found)
+    return [found[(shift + i * len(found) // most) % len(found)] for i in range(most)]
 
 
 def judge(
-    reference: Scorer,
-    candidate: Predictor,
+    reference: Side,
+    candidate: Side,
     samples: Sequence[Sample],
     *,
     policy: Policy,
     max_new_tokens: int,
     decode: Decode,
     seed: int = 0,
-    noise_floor: Scorer | None = None,
+    noise_floor: Side | None = None,
     has_texts: bool = True,
     candidate_policy: Policy | None = None,
     canvases: int | None = None,
@@ -198,7 +62,7 @@ def judge(
     """Compare a candidate with its reference on all samples. Raises JudgeError.
 
     Args:
-        reference: A ``Predictor`` or a ``Seer``.
+        reference: The denoiser with which the candidate is compared.
         candidate: The denoiser to judge.
         samples: Held-out samples.
         policy: The policy with which both denoisers generate text.
@@ -218,29 +82,52 @@ def judge(
         raise JudgeError("no samples to judge on: give held-out data")
     if max_new_tokens < 1:
         raise JudgeError("judging needs at least one new token")
-    pair = Pair(
-        reference,
-        candidate,
-        policy=policy,
-        candidate_policy=candidate_policy or policy,
-        max_new_tokens=max_new_tokens,
-        decode=decode,
-        seed=seed,
-        noise_floor=noise_floor,
-        has_texts=has_texts,
-        canvases=canvases,
-    )
-    for other in pair.others:
+    others = [candidate, *([noise_floor] if noise_floor is not None else [])]
+    for other in others:
         check_comparable(reference, other)
     for number, sample in enumerate(samples):
         if (sample.tokens == reference.mask_token_id).any():
             raise JudgeError(
                 f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
             )
-    found = pair.compare(list(enumerate(samples)), on_done)
-    compared, *rest = found.masked
+    limit = min(side.max_canvas_length for side in (reference, *others))
+    runs: list[Met] = []
+    if has_texts:
+        asked = [
+            asked_of(sample, number, max_new_tokens, limit) for number, sample in enumerate(samples)
+        ]
+        runs = [
+            met(reference, number, prompt, canvases, policy)
+            for number, ((prompt, _), canvases) in enumerate(
+                zip(asked, reference.courses(asked, policy), strict=True)
+            )
+        ]
+    are_compared = can_compare_commits(reference, policy)
+    states = [
+        (run.number, state) for run in runs if are_compared for state in _states(run, canvases)
+    ]
+    seen = [
+        masked
+        for number, sample in enumerate(samples)
+        for masked in masked_canvases(
+            sample, number, reference, policy=policy, limit=limit, seed=seed, most=canvases
+        )
+    ]
+    views = [each.view for each in seen]
+    if noise_floor is not None:
+        noise_floor.see(views)
+    reference.see([*views, *(state.view for _, state in states)])
+    compared, *rest = compare_masked(reference, others, seen, on_done)
+    frontier = Frontier(reference.mask_token_id)
+    for number, state in states:
+        commits = (predict_commitment(side, state, policy) for side in (reference, candidate))
+        frontier.add(number, state.mask_ratio, *commits)
+    stops = reference.eos_token_ids
+    theirs = [metrics.as_run(run.tokens, run.prompt, run.nfe, stops, decode) for run in runs]
+    given = [(run.prompt, run.room) for run in runs]
+    texts = runs_of(candidate, given, candidate_policy or policy, decode, on_done)
     ours, rest = compared.of("masked"), [each.of("masked") for each in rest]
-    count, frontier, made = len(samples), found.frontier, found.runs
+    count = len(samples)
     floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
     buckets = [
         {"mask_ratio": mask_ratio}
@@ -278,13 +165,16 @@ def judge(
         speculation=speculation,
         frontier=frontier.as_dict() if frontier.is_measured else None,
         free_running=metrics.summarise_runs(
-            [samples[run.number] for run in made],
-            [run.prompt for run in made],
-            [run.theirs for run in made],
-            [run.ours for run in made],
+            samples,
+            [
+                decode(run.prompt) if sample.prompt is None else sample.prompt
+                for run, sample in zip(runs, samples, strict=True)
+            ],
+            theirs,
+            texts,
             seed,
         )
-        if made
+        if runs
         else None,
         noise_floor=None
         if floor is None

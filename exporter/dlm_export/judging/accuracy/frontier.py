@@ -15,8 +15,7 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import asked_of
 from dlm_export.judging.sides.side import (
     DraftPass,
-    Predictor,
-    Scorer,
+    Side,
     View,
     finite_logits,
 )
@@ -67,7 +66,7 @@ def frontier_states(
         yield FrontierState(canvas.tokens, next(ahead), float(canvas.undecided[origin:].mean()))
 
 
-def predict_commitment(predictor: Scorer, state: FrontierState, policy: Policy) -> Commitment:
+def predict_commitment(predictor: Side, state: FrontierState, policy: Policy) -> Commitment:
     """Predict which tokens a denoiser would commit in ``state``, with a full pass without a cache."""
     logits = finite_logits(predictor, *state.view)
     guess = logits.argmax(-1)
@@ -106,7 +105,7 @@ class Met:
 
 
 def meet(
-    predictor: Predictor,
+    predictor: Side,
     sample: Sample,
     number: int,
     policy: Policy,
@@ -118,7 +117,8 @@ def meet(
     Raises JudgeError if the prompt fills the canvas.
     """
     prompt, room = asked_of(sample, number, max_new_tokens, limit)
-    return met(predictor, number, prompt, predictor.states(prompt, room, policy), policy)
+    (canvases,) = predictor.courses([(prompt, room)], policy)
+    return met(predictor, number, prompt, canvases, policy)
 
 
 def met(
@@ -131,7 +131,7 @@ def met(
 
 
 def meet_within(
-    predictor: Predictor,
+    predictor: Side,
     samples: Sequence[tuple[int, Sample]],
     policy: Policy,
     max_new_tokens: int,

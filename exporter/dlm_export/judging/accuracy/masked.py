@@ -27,7 +27,7 @@ from dlm_calibration.states import (
 from dlm_export.judging.sides.side import (
     DraftPass,
     JudgeError,
-    Scorer,
+    Side,
     View,
     finite_logits,
     has_mask_token,
@@ -113,7 +113,7 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 def masked_canvases(
     sample: Sample,
     number: int,
-    side: Scorer,
+    side: Side,
     *,
     policy: Policy,
     limit: int,
@@ -179,7 +179,7 @@ def masked_canvases(
 def _speculated(
     sample: Sample,
     number: int,
-    side: Scorer,
+    side: Side,
     canvas: np.ndarray,
     block_length: int,
     rng: np.random.Generator,
@@ -212,8 +212,8 @@ def _speculated(
 
 
 def compare_masked(
-    reference: Scorer,
-    others: Sequence[Scorer],
+    reference: Side,
+    others: Sequence[Side],
     canvases: Sequence[MaskedCanvas],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:

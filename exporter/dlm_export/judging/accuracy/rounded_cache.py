@@ -52,7 +52,7 @@ class CachedPredictor(SweptPredictor):
         ] = {}  # maps a canvas and its rows to the index of a walk, and the walk's number of passes
 
     def see(self, views: Sequence[View]) -> None:
-        """Implements ``Seer.see``."""
+        """Implements ``Side.see``."""
         wanted = {
             view_key(canvas, rows): (canvas, rows)
             for canvas, rows in ((view.canvas, rows_of(self, view.positions)) for view in views)
@@ -72,7 +72,7 @@ class CachedPredictor(SweptPredictor):
     def logits(
         self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
-        """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
+        """Implements ``Side.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self._logits(self._walked[walk][step]) for step in range(1, steps)])
 

@@ -21,7 +21,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.report.page import ACCURACY_FILE
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.side import JudgeError, Scorer
+from dlm_export.judging.sides.side import JudgeError, Side
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress
@@ -83,13 +83,13 @@ def judge_source(
 
 
 def _judge(
-    reference: Scorer,
+    reference: Side,
     candidate: BundlePredictor,
     samples: Sequence[Sample],
     network: NetworkSpec,
     policy: Policy,
     options: JudgingOptions,
-    floor: Scorer | None,
+    floor: Side | None,
     on_done: Callable[[], None],
     candidate_policy: Policy | None = None,
 ) -> Judgement:

@@ -7,13 +7,14 @@ an activation would depend on all these canvases.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.sides.drafting import DraftPasses
-from dlm_export.judging.sides.side import DraftPass, JudgeError
+from dlm_export.judging.sides.side import DraftPass, JudgeError, Side
 from dlm_export.machine import this_machine
 from dlm_export.network.loop_turns import Canvas, reserve_end, start_canvas
 from dlm_runtime import Bundle, Generation, Policy
@@ -35,18 +36,14 @@ class Spent(NamedTuple):
         return cls(done.timings["total"], done.nfe, done.prompt_tokens, done.cached_tokens)
 
 
-class BundlePredictor:
+class BundlePredictor(Side):
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
         """``bundle`` must have been opened from a folder, because this class needs the manifest."""
-        self.bundle, self.name = bundle, name
+        super().__init__(name, network_of(bundle.manifest))
+        self.bundle = bundle
         self.spent: list[Spent] = []  # one element for each generated text
-        self.shift = int(bundle.manifest["loop"]["shift"])
-        self.visible_block: int | None = bundle.manifest["loop"].get("visible_block")
-        self.draft_block = bundle.draft_block
-        self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
-        self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 
     def logits(
         self,
@@ -54,7 +51,7 @@ class BundlePredictor:
         rows: np.ndarray | None = None,
         draft: DraftPass | None = None,
     ) -> np.ndarray:
-        """See ``Predictor``."""
+        """See ``Side``."""
         if draft is not None:
             assert rows is not None
             if self.bundle.engine != "none" and not self.bundle.is_on_cpu:
@@ -69,25 +66,18 @@ class BundlePredictor:
     def _draft_passes(self) -> DraftPasses:
         return DraftPasses(self.bundle)
 
-    def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
-    ) -> tuple[list[int], int]:
-        """See ``Predictor``."""
-        done = self.bundle.generate(tokens=tokens, new_tokens=max_new_tokens, **policy.as_dict())
-        self.spent.append(Spent.on(done))
-        return done.tokens, done.nfe
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """See ``Predictor``."""
-        events = list(
-            self.bundle.stream(tokens=tokens, new_tokens=max_new_tokens, **policy.as_dict())
-        )
-        self.spent += [Spent.on(event.result) for event in events if event.result is not None]
-        after = [
-            Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events
-        ]
-        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
-        return [reserve_end(start, policy, self.eos_token_ids), *after]
+    def courses(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[list[Canvas]]:
+        """See ``Side``."""
+        for prompt, room in asked:
+            start = start_canvas(prompt, room, self.mask_token_id)
+            found = [reserve_end(start, policy, self.eos_token_ids)]
+            for event in self.bundle.stream(tokens=prompt, new_tokens=room, **policy.as_dict()):
+                found.append(Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)))
+                if event.result is not None:
+                    self.spent.append(Spent.on(event.result))
+            yield found
 
     def reused(self) -> tuple[int, int]:
         """Return the number of tokens in the prompts of all texts generated so far.

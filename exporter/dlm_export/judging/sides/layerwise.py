@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlm_calibration.states import Draft
 from dlm_export import families
-from dlm_export.judging.sides.side import DraftPass, View, rows_of
+from dlm_export.judging.sides.side import DraftPass, Side, View, rows_of
 from dlm_export.network import lockstep
 from dlm_export.network.layered import Carried, Layered, soft_embeddings
 from dlm_export.network.loop_turns import Canvas, start_canvas
@@ -26,8 +26,8 @@ from dlm_export.workplace import Workplace
 from dlm_runtime import Policy
 
 
-class SweptPredictor:
-    """Implements ``Seer`` with torch."""
+class SweptPredictor(Side):
+    """Implements ``Side`` with torch."""
 
     def __init__(
         self,
@@ -38,18 +38,14 @@ class SweptPredictor:
         folder: Path | None = None,
     ) -> None:
         """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``."""
-        c = layered.network
-        self.layered, self.name = layered, name
-        self.shift, self.visible_block = c.shift, c.visible_block
-        self.draft_block = c.draft_block
-        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
-        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+        super().__init__(name, layered.network)
+        self.layered = layered
         self._memory_bytes, self._folder = memory_bytes, folder
         self._project = layered.head()
         self._features: dict[ViewKey, Tensor] = {}
 
     def see(self, views: Sequence[View]) -> None:
-        """Implements ``Seer.see``. Raises MemoryLimitError."""
+        """Implements ``Side.see``. Raises MemoryLimitError."""
         wanted = {}
         for canvas, positions, draft in views:
             rows = rows_of(self, positions, is_draft=draft is not None)
@@ -68,7 +64,7 @@ class SweptPredictor:
     def courses(
         self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
     ) -> Iterator[list[Canvas]]:
-        """Implements ``Seer.courses``. Raises MemoryLimitError."""
+        """Implements ``Side.courses``. Raises MemoryLimitError."""
         starts = [start_canvas(prompt, room, self.mask_token_id) for prompt, room in asked]
         return lockstep.courses(self.layered, starts, policy, self._memory_bytes)
 
@@ -101,7 +97,7 @@ class SweptPredictor:
     def logits(
         self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
-        """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
+        """Implements ``Side.logits``. The canvas and rows must have been passed to ``see``."""
         return self._logits(self._features[view_key(canvas, rows, draft)])
 
     @torch.no_grad()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import dlm_runtime
+from dlm_calibration.metrics import Decode, Run, as_run
 from dlm_calibration.samples import Sample
-from dlm_export.judging.sides.side import JudgeError
+from dlm_export.judging.sides.side import JudgeError, Side
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.policy import Policy
 
@@ -61,3 +62,19 @@ def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
         return None if tokenizer is None else tokenizer.decode(tokens[:end])
 
     return decode
+
+
+def runs_of(
+    side: Side,
+    asked: Sequence[tuple[list[int], int]],
+    policy: Policy,
+    decode: Decode,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Run]:
+    """Generate text after each prompt, as in ``Side.courses``. ``on_done`` is called per text."""
+    found = []
+    for (prompt, _), canvases in zip(asked, side.courses(asked, policy), strict=True):
+        tokens, nfe = canvases[-1].tokens.tolist(), len(canvases) - 1
+        found.append(as_run(tokens, prompt, nfe, side.eos_token_ids, decode))
+        on_done()
+    return found

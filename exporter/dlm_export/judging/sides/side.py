@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,21 +47,25 @@ class View(NamedTuple):
     draft: DraftPass | None = None
 
 
-class Side(Protocol):
-    """A denoiser that takes part in a comparison."""
+class Side:
+    """A denoiser that takes part in a comparison.
 
-    name: str
-    shift: int
-    visible_block: int | None
-    draft_block: int | None
-    vocab_size: int
-    mask_token_id: int
-    eos_token_ids: tuple[int, ...]
-    max_canvas_length: int
+    The attributes except ``name`` are fields of the denoiser's network.
+    """
 
+    def __init__(self, name: str, network: NetworkSpec) -> None:
+        c = network
+        self.name, self.shift = name, c.shift
+        self.visible_block, self.draft_block = c.visible_block, c.draft_block
+        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
 
-class Scorer(Side, Protocol):
-    """A denoiser that predicts tokens on a given canvas."""
+    def see(self, views: Sequence[View]) -> None:
+        """Compute the predictions for all canvases that will be requested later.
+
+        Each element of ``views`` is a canvas and the positions to predict. Each call discards the
+        results of earlier calls. A denoiser that is completely in memory needs no call.
+        """
 
     def logits(
         self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
@@ -74,50 +78,17 @@ class Scorer(Side, Protocol):
         With ``draft``, the denoiser makes a causal pass over the positions before its start, and
         the draft pass over the others (see ``DraftPass``).
         """
-
-
-class Generator(Side, Protocol):
-    """A denoiser that generates text with its own decoding loop."""
-
-    def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
-    ) -> tuple[list[int], int]:
-        """Generate tokens after a prompt. Returns the finished canvas, and the number of passes."""
-
-
-@runtime_checkable
-class Predictor(Scorer, Generator, Protocol):
-    """A denoiser that can both predict tokens and generate text."""
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """Generate tokens after a prompt.
-
-        Returns the canvas before each pass, and then the finished canvas.
-        """
-
-
-@runtime_checkable
-class Seer(Scorer, Protocol):
-    """A denoiser whose layers are loaded one at a time.
-
-    It must receive all canvases in advance, and generates text for several prompts together.
-    """
-
-    def see(self, views: Sequence[View]) -> None:
-        """Compute the predictions for all canvases that will be requested later.
-
-        Each element of ``views`` is a canvas and the positions to predict. Each call discards the
-        results of earlier calls.
-        """
+        raise NotImplementedError
 
     def courses(
         self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
     ) -> Iterator[list[Canvas]]:
         """Generate text after each prompt. Yields the canvases of each run, in order.
 
-        Each element of ``asked`` is a prompt, and the number of tokens to generate after it.
-        ``Predictor.states`` explains the canvases.
+        Each element of ``asked`` is a prompt, and the number of tokens to generate after it. A run
+        consists of the canvas before each pass, and then the finished canvas.
         """
+        raise NotImplementedError
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
@@ -163,7 +134,7 @@ def check_tuned(network: NetworkSpec) -> None:
 
 
 def finite_logits(
-    predictor: Scorer, canvas: np.ndarray, positions: np.ndarray, draft: DraftPass | None = None
+    predictor: Side, canvas: np.ndarray, positions: np.ndarray, draft: DraftPass | None = None
 ) -> np.ndarray:
     """Return the logits that predict P ``positions``, fp32 ``[P, V]``.
 
@@ -171,8 +142,6 @@ def finite_logits(
     infinite.
     """
     rows = rows_of(predictor, positions, is_draft=draft is not None)
-    if draft is None:
-        return finite(predictor, predictor.logits(canvas, rows))
     return finite(predictor, predictor.logits(canvas, rows, draft))
 
 
@@ -187,7 +156,7 @@ def rows_of(side: Looped, positions: np.ndarray, *, is_draft: bool = False) -> n
     return rows
 
 
-def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
+def finite(predictor: Side, found: np.ndarray) -> np.ndarray:
     """Copy logits ``[P, V]``, and set the logit of the mask token, if any, to -inf.
 
     Raises JudgeError if the logit of any other token is NaN or infinite.

@@ -25,12 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.samples import Sample
-from dlm_export.judging.sides.prompts import prompt_of
-from dlm_export.judging.sides.side import Generator, JudgeError
-from dlm_export.judging.tuning.threshold import check_policy
+from dlm_export.judging.sides.prompts import prompt_of, runs_of
+from dlm_export.judging.sides.side import JudgeError, Side
+from dlm_export.judging.tuning.threshold import check_policy, qualities
 from dlm_export.network.pass_plan import Looped, shift_of
 from dlm_runtime import Policy
 
@@ -112,7 +111,7 @@ def level_units(policy: Policy, looped: Looped) -> int:
 
 
 def fit_levels(
-    side: Generator,
+    side: Side,
     samples: Sequence[Sample],
     policy: Policy,
     max_new_tokens: int,
@@ -139,18 +138,12 @@ def fit_levels(
     asked = [prompt_of(sample, max_new_tokens, side.max_canvas_length) for sample in samples]
 
     def tried(changes: dict[str, Any]) -> list[Run]:
-        varied = policy.with_fields(changes)
-        made = [(prompt, *side.generate(prompt, room, varied)) for prompt, room in asked]
+        found = runs_of(side, asked, policy.with_fields(changes), decode)
         on_done()
-        return [
-            metrics.as_run(tokens, prompt, nfe, side.eos_token_ids, decode)
-            for prompt, tokens, nfe in made
-        ]
+        return found
 
     def point_of(changes: dict[str, Any], found: list[Run]) -> LevelPoint:
-        quality = [
-            _quality(*each, is_task=is_task) for each in zip(found, careful, samples, strict=True)
-        ]
+        quality = qualities(found, None if is_task else careful, samples)
         return LevelPoint(
             changes, float(np.mean(quality)), float(np.mean([run.nfe for run in found]))
         )
@@ -169,13 +162,6 @@ def fit_levels(
     kind = "task" if is_task else "agreement"
     ascending = sorted(curve, key=lambda point: (point.nfe, -point.quality))
     return Levels(preset, kind, len(samples), ascending, choose_levels(curve, curve[0]))
-
-
-def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
-    if is_task:
-        return float(metrics.same_answer(run.text, sample.answer or ""))
-    same, count = metrics.token_agreement(run.tokens, careful.tokens)
-    return same / max(1, count)
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:

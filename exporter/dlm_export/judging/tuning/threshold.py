@@ -9,7 +9,7 @@ paired 95% intervals over samples show that the different threshold is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,8 +19,8 @@ from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
-from dlm_export.judging.sides.prompts import prompt_of
-from dlm_export.judging.sides.side import Generator, JudgeError, Seer, check_comparable
+from dlm_export.judging.sides.prompts import prompt_of, runs_of
+from dlm_export.judging.sides.side import JudgeError, Side, check_comparable
 from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
@@ -109,6 +109,23 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
 
 
+def qualities(
+    runs: Sequence[Run], best: Sequence[Run] | None, samples: Sequence[Sample]
+) -> list[float]:
+    """Return the quality of each text, from 0 to 1.
+
+    If ``best`` is ``None``, the quality is 1 for a right answer. Otherwise, it is the share of
+    tokens that are equal to the tokens of ``best``.
+    """
+    if best is None:
+        return [
+            float(metrics.same_answer(run.text, sample.answer or ""))
+            for run, sample in zip(runs, samples, strict=True)
+        ]
+    agreed = [metrics.token_agreement(a.tokens, b.tokens) for a, b in zip(runs, best, strict=True)]
+    return [same / max(1, count) for same, count in agreed]
+
+
 @dataclass(frozen=True, eq=False)
 class _Trial:
     """The results of one denoiser with one threshold, for each of N samples.
@@ -126,8 +143,8 @@ class _Trial:
 
 
 def refit_threshold(
-    reference: Generator | Seer,
-    candidate: Generator,
+    reference: Side,
+    candidate: Side,
     samples: Sequence[Sample],
     policy: Policy,
     max_new_tokens: int,
@@ -170,20 +187,8 @@ def refit_threshold(
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
 
-    def texts(predictor: Generator | Seer, looped: Policy) -> Iterator[tuple[Sequence[int], int]]:
-        if isinstance(predictor, Seer):
-            for canvases in predictor.courses(asked, looped):
-                yield canvases[-1].tokens.tolist(), len(canvases) - 1
-        else:
-            for prompt, room in asked:
-                yield predictor.generate(prompt, room, looped)
-
-    def run(predictor: Generator | Seer, looped: Policy) -> list[Run]:
-        found = []
-        for (prompt, _), (tokens, nfe) in zip(asked, texts(predictor, looped), strict=True):
-            found.append(metrics.as_run(tokens, prompt, nfe, predictor.eos_token_ids, decode))
-            on_done()
-        return found
+    def run(side: Side, looped: Policy) -> list[Run]:
+        return runs_of(side, asked, looped, decode, on_done)
 
     # A policy that commits one token per pass and uses no cache gives the best text that the
     # reference can generate. Denoisers with draft passes need their cache, which is exact.
@@ -191,18 +196,9 @@ def refit_threshold(
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": cache})
     best = [] if is_task else run(reference, slowest)
 
-    def trial(predictor: Generator | Seer, threshold: float) -> _Trial:
-        runs = run(predictor, policy.with_fields({"threshold": threshold}))
-        if is_task:
-            quality = [
-                float(metrics.same_answer(one.text, sample.answer or ""))
-                for one, sample in zip(runs, used, strict=True)
-            ]
-        else:
-            agreed = [
-                metrics.token_agreement(a.tokens, b.tokens) for a, b in zip(runs, best, strict=True)
-            ]
-            quality = [same / max(1, count) for same, count in agreed]
+    def trial(side: Side, threshold: float) -> _Trial:
+        runs = run(side, policy.with_fields({"threshold": threshold}))
+        quality = qualities(runs, None if is_task else best, used)
         return _Trial(threshold, np.array(quality, np.float64), np.array([one.nfe for one in runs]))
 
     goal, original = trial(reference, policy.threshold), trial(candidate, policy.threshold)
