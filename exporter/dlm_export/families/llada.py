@@ -5,9 +5,9 @@ LLaDA has full attention. The layers are the same as in Llama, but the tensor na
 
 from __future__ import annotations
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Layout, Overrides
-from dlm_export.families.reading import special_tokens
+from dlm_export.families.reading import read_heads, special_tokens
 from dlm_export.families.rope_config import read_rope
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec
 
@@ -35,14 +35,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")
-    heads = config.integer("n_heads", high=4096)
-    kv_heads = config.integer(
-        "n_kv_heads", default=1 if config.flag("multi_query_attention") else heads, high=4096
-    )
-    if hidden_size % heads or heads % kv_heads:
-        raise CheckpointError(
-            f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide evenly"
-        )
+    kv_heads = 1 if config.flag("multi_query_attention") else None
+    heads = read_heads(config, "d_model", "n_heads", "n_kv_heads", kv_heads=kv_heads)
     vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
     tokens = special_tokens(checkpoint, vocab_size, overrides)
     norm_eps = config.number("rms_norm_eps", 1e-5)  # the default of LLaDAConfig
@@ -50,9 +44,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         "mlp_hidden_size", default=config.integer("mlp_ratio", default=4) * hidden_size
     )
     qkv_bias = config.flag("include_qkv_bias")
-    attention = AttentionSpec(
-        heads, kv_heads, hidden_size // heads, read_rope(config), qkv_bias=qkv_bias
-    )
+    attention = AttentionSpec(*heads, read_rope(config), qkv_bias=qkv_bias)
     return NetworkSpec(
         family="llada",
         architecture="LLaDAModelLM",

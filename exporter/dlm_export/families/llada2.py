@@ -12,7 +12,8 @@ keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
 from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
+from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
+from dlm_export.families.reading import read_heads
 from dlm_export.families.rope_config import read_rope
 from dlm_export.families.trunks import EXPERT_NAMES, expert_counts, network_of
 from dlm_export.network.spec import (
@@ -47,17 +48,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         "router_aux_loss_coef",
     ):
         config.get(without_effect)
-    heads = config.integer("num_attention_heads", high=4096)
-    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{config.path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    hidden_size = config.integer("hidden_size")
     attention = AttentionSpec(
-        heads,
-        kv_heads,
-        config.integer("head_dim", default=max(1, hidden_size // heads), high=4096),
+        *read_heads(config, head_size_key="head_dim"),
         read_rope(config),
         qk_norm=_has(checkpoint, "attention.query_layernorm.weight"),
         visibility="block",
@@ -156,17 +148,7 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
 
     Queries, keys and values are consecutive rows of one tensor.
     """
-    found = LAYOUT.origins(network, checkpoint)
-    for i, layer in enumerate(network.layers):
-        a, first = layer.attention, 0
-        for role, heads in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)):
-            last = first + heads * a.head_size
-            fused = f"model.layers.{i}.attention.query_key_value.weight"
-            found[f"blocks.{i}.attention.{role}.weight"] = Origin(
-                (Piece(fused, (first, last)),), transpose=True
-            )
-            first = last
-    return found
+    return split_rows(LAYOUT.origins(network, checkpoint), network, ("q", "k", "v"))
 
 
 FAMILY = Family(

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Overrides
+from dlm_export.families.reading import read_heads
 from dlm_export.families.rope_config import read_rope
 from dlm_export.families.trunks import MIXTURE, expert_counts, network_of
 from dlm_export.network.spec import (
@@ -37,18 +38,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     for unread in ("router_num_group", "router_topk_group", "routed_scaling_factor"):
         config.require(unread, 1, 1.0)
     config.get("router_aux_loss_coef")  # has an effect only in training
-    hidden_size = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads", high=4096)
-    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
-    if hidden_size % heads or heads % kv_heads:
-        raise CheckpointError(
-            f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} do not "
-            "divide evenly"
-        )
     qk_norm = config.flag("qk_layernorm")
-    attention = AttentionSpec(
-        heads, kv_heads, hidden_size // heads, read_rope(config), qk_norm=qk_norm
-    )
+    attention = AttentionSpec(*read_heads(config), read_rope(config), qk_norm=qk_norm)
     norm_eps = config.number("rms_norm_eps")
     layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in _mlps(config))
     return network_of(checkpoint, overrides, "llada-moe", layers, norm_eps)

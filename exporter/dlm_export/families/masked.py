@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides
-from dlm_export.families.reading import special_tokens
+from dlm_export.families.reading import read_heads, special_tokens
 from dlm_export.network.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -166,16 +166,9 @@ def read_attention(config: Config, size_key: str, heads_key: str) -> tuple[int, 
     ``size_key`` and ``heads_key`` are the names of the hidden size and the number of heads in
     config.json. Raises CheckpointError.
     """
-    hidden_size = config.integer(size_key)
-    heads = config.integer(heads_key, high=4096)
-    if hidden_size % heads:
-        raise CheckpointError(
-            f"{config.path}: {size_key} {hidden_size} is not a multiple of {heads_key} {heads}"
-        )
-    head_size = hidden_size // heads
-    return hidden_size, AttentionSpec(
-        heads, heads, head_size, rope=None, qkv_bias=True, out_bias=True
-    )
+    heads = read_heads(config, size_key, heads_key, None)
+    attention = AttentionSpec(*heads, rope=None, qkv_bias=True, out_bias=True)
+    return config.integer(size_key), attention
 
 
 def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int:

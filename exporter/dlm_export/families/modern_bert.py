@@ -12,7 +12,7 @@ import reprlib
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
 from dlm_export.families.masked import PRESET
-from dlm_export.families.reading import special_tokens
+from dlm_export.families.reading import read_heads, special_tokens
 from dlm_export.network.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -43,12 +43,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         *("layer_norm_eps", "position_embedding_type", "repad_logits_with_grad"),
     ):
         config.get(key)
-    hidden_size = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads", high=4096)
-    if hidden_size % heads:
-        raise CheckpointError(
-            f"{config.path}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}"
-        )
+    heads = read_heads(config, kv_key=None)
     kinds = _kinds(config)
     thetas = _thetas(config)
     # local_attention counts the tokens on both sides of a token, but ``window`` counts one side.
@@ -60,9 +55,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     layers = tuple(
         LayerSpec(
             AttentionSpec(
-                heads,
-                heads,
-                hidden_size // heads,
+                *heads,
                 Rope(thetas[kind]),
                 qkv_bias=bias,
                 out_bias=bias,
@@ -81,7 +74,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         family="modern-bert",
         architecture="ModernBertForMaskedLM",
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
+        hidden_size=config.integer("hidden_size"),
         layers=layers,
         norm_eps=norm_eps,
         tied_head=config.flag("tie_word_embeddings", True),

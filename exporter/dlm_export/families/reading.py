@@ -156,3 +156,36 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     return (
         overrides.attention_block if overrides.attention_block is not None else config.integer(key)
     )
+
+
+def read_heads(
+    config: Config,
+    size_key: str = "hidden_size",
+    heads_key: str = "num_attention_heads",
+    kv_key: str | None = "num_key_value_heads",
+    *,
+    kv_heads: int | None = None,
+    head_size_key: str | None = None,
+) -> tuple[int, int, int]:
+    """Return the numbers of heads and of key and value heads, and the number of features of a head.
+
+    The arguments are keys of config.json. ``kv_heads`` is the default for ``kv_key``, and otherwise
+    the default is the number of heads. If there is no ``kv_key``, each head has its own keys and
+    values. If config.json has no value for ``head_size_key``, the heads divide the hidden size.
+    Raises CheckpointError.
+    """
+    size, heads = config.integer(size_key), config.integer(heads_key, high=4096)
+    own = None if head_size_key is None else config.get(head_size_key)
+    if own is None and size % heads:
+        raise CheckpointError(
+            f"{config.path}: {size_key} {size} is not a multiple of {heads_key} {heads}"
+        )
+    default = kv_heads or heads
+    shared = heads if kv_key is None else config.integer(kv_key, default=default, high=4096)
+    if heads % shared:
+        raise CheckpointError(
+            f"{config.path}: {heads_key} {heads} is not a multiple of {kv_key} {shared}"
+        )
+    if own is None or head_size_key is None:
+        return heads, shared, size // heads
+    return heads, shared, config.integer(head_size_key, high=4096)

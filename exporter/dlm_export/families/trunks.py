@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Layout, Overrides
-from dlm_export.families.reading import special_tokens
+from dlm_export.families.reading import read_heads, special_tokens
 from dlm_export.families.rope_config import read_rope
 from dlm_export.network.spec import (
     AttentionSpec,
@@ -206,23 +206,13 @@ def _attention(
         raise CheckpointError(
             f"{config.path}: layer_types other than full_attention are not supported: {found}"
         )
-    hidden_size = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads", high=4096)
-    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
-    head_size = config.integer("head_dim", default=max(1, hidden_size // heads), high=4096)
-    if heads % kv_heads or (config.get("head_dim") is None and hidden_size % heads):
-        raise CheckpointError(
-            f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} "
-            "do not divide evenly"
-        )
+    heads = read_heads(config, head_size_key="head_dim")
     visibility = "draft" if has_drafts else "full" if block_length is None else "block"
     if has_masks_last:
         visibility = "masks-last"
     rope = read_rope(config, has_query_scale=has_drafts)
     return AttentionSpec(
-        heads,
-        kv_heads,
-        head_size,
+        *heads,
         rope,
         qk_norm,
         qkv_bias,

@@ -340,22 +340,6 @@ def _end(
     return True
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A recorded pass: the canvas before it, and the rows that the pass computed and scored.
-
-    The canvas is int64 ``[L]``, and the scored rows are ``[R]``.
-    """
-
-    canvas: np.ndarray
-    span: Span
-    rows: np.ndarray
-
-
-Walk = Sequence[Step]
-"""The recorded passes of one run of the unmasking loop, in order."""
-
-
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
 

@@ -1,25 +1,37 @@
-"""Recomputes the passes of finished runs of the unmasking loop, with one layer in memory at a time.
+"""Computes passes that read a cache, with one layer of the denoiser in memory at a time.
 
-A *walk* is the list of the recorded passes of one run. The canvas of each pass is already known.
-Each layer can therefore compute all passes before the next layer is loaded. Each pass computes the
-same rows as in the original run, and uses the keys and values that the recomputed earlier passes
-have cached.
+The first pass over a canvas computes the whole canvas and fills the cache. All other passes over
+this canvas read the cache. Their canvases are known, so each layer can compute all passes before the
+next layer is loaded.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Layered
-from dlm_export.network.loop_turns import Walk
-from dlm_export.network.reference import outside, store
+from dlm_export.network.pass_plan import Span
+from dlm_export.network.reference import outside
 
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A pass over ``span`` of the canvas ``[L]``. The rows ``[R]`` are scored."""
+
+    canvas: np.ndarray
+    span: Span
+    rows: np.ndarray
+
+
+Walk = Sequence[Step]
+"""The passes over one canvas. The first pass fills the cache."""
 _Pass = tuple[int, int]  # index of the walk, index of the pass in the walk
 
 
@@ -27,13 +39,8 @@ class Walked:
     """The hidden states between two layers, for every pass of ``walks``."""
 
     @torch.no_grad()
-    def __init__(
-        self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
-    ) -> None:
-        """``cache_dtype`` is the type of the cache, as the manifest names it.
-
-        If ``cache_dtype`` is ``None``, the cache is not rounded.
-        """
+    def __init__(self, layered: Layered, walks: Sequence[Walk], cache_dtype: str) -> None:
+        """``cache_dtype`` is the type of the cache, as the manifest names it."""
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
@@ -45,7 +52,13 @@ class Walked:
             ]
             for walk, of_walk in zip(walks, self._ids, strict=True)
         ]
-        self._batches = [batch for ready in _rounds(walks) for batch in self._together(ready)]
+        passes = [
+            (walk, number) for walk, steps in enumerate(walks) for number in range(len(steps))
+        ]
+        self._batches = [
+            *self._together(each for each in passes if each[1] == 0),
+            *self._together(each for each in passes if each[1] > 0),
+        ]
 
     @torch.no_grad()
     def through(self, i: int, block: Block) -> None:
@@ -66,16 +79,15 @@ class Walked:
                 x.unsqueeze(0), *self.layered.packed(i, ids, spans, past), self._cache_dtype
             )
             start = 0
-            for (walk, number), step in zip(batch, steps, strict=True):
+            for walk, number in batch:
                 own = slice(start, start + len(self._ids[walk][number]))
                 start = own.stop
                 self._states[walk][number] = out[0, own].cpu()
-                if step.span.is_stored:
-                    present = self._stored(keys[:, :, own]), self._stored(values[:, :, own])
-                    caches[walk] = store(caches[walk], present, step.span)
-
-    def _stored(self, rows: Tensor) -> Tensor:
-        return rows if self._cache_dtype is None else read_back(rows, self._cache_dtype)
+                if number == 0:
+                    caches[walk] = (
+                        read_back(keys[:, :, own], self._cache_dtype),
+                        read_back(values[:, :, own], self._cache_dtype),
+                    )
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
@@ -94,7 +106,7 @@ class Walked:
             for walk, found in zip(self.walks, self._states, strict=True)
         ]
 
-    def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
+    def _together(self, ready: Iterable[_Pass]) -> Iterator[list[_Pass]]:
         """Yield batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a batch of its own."""
         batch: list[_Pass] = []
         tokens = 0
@@ -107,24 +119,3 @@ class Walked:
             tokens += own
         if batch:
             yield batch
-
-
-def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
-    """Yield groups of passes that do not depend on each other, in the order in which they must run."""
-    for ready in itertools.zip_longest(*map(_stretches, walks), fillvalue=()):
-        yield [(walk, number) for walk, numbers in enumerate(ready) for number in numbers]
-
-
-def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
-    """Split the passes of a walk into groups of passes that do not depend on each other, in order.
-
-    A pass that stores keys and values is a separate group. Passes that do not store keys and values
-    form one group if these passes directly follow each other.
-    """
-    for is_stored, run in itertools.groupby(
-        range(len(walk)), lambda number: walk[number].span.is_stored
-    ):
-        if is_stored:
-            yield from ([number] for number in run)
-        else:
-            yield list(run)

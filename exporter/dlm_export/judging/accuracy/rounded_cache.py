@@ -30,10 +30,9 @@ from dlm_export.judging.sides.layerwise import SweptPredictor, ViewKey, shown_so
 from dlm_export.judging.sides.prompts import new_tokens
 from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network.layered import Layered
-from dlm_export.network.loop_turns import Step, Walk
 from dlm_export.network.pass_plan import FULL_CACHES, Span, block_length_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.walks import Walked
+from dlm_export.network.walks import Step, Walk, Walked
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
