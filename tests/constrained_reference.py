@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from constraints import Automaton
 from torch import Tensor
 
 from dlm_export.network.loop_random import gumbels
@@ -36,7 +37,6 @@ from dlm_export.network.loop_scores import (
 )
 from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
-from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.policy import Policy
 
 _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from constrained_reference import Constrained
-from constraints import Longest, compiled, made_up_vocabulary, schema_content
+from constraints import Automaton, Longest, compiled, made_up_vocabulary, schema_content
 from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,6 @@ from dlm_runtime import (
     RequestError,
     from_callback,
 )
-from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import Constraint
 
 VOCAB, MASK, ENDS, PROMPT, NEW = 128, 127, (7, 9), [11, 12, 13], 22

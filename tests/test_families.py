@@ -527,7 +527,12 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (sdar_config, {"block_size": -4}, Overrides(), "block_size must be an integer in 1"),
     (sdar_config, {"block_size": "4"}, Overrides(), "block_size must be an integer in 1"),
     (sdar_config, {}, Overrides(attention_block=0), "--attention-block is 0; blocks have at least"),
-    (sdar_config, {"num_key_value_heads": 3}, Overrides(), "is not a multiple of num_key_value_heads 3"),
+    (
+        sdar_config,
+        {"num_key_value_heads": 3},
+        Overrides(),
+        "is not a multiple of num_key_value_heads 3",
+    ),
     (sdar_config, {"mask_token_id": None}, Overrides(), "no mask_token_id.*Pass --mask-token-id"),
     (sdar_config, {"attention_bias": True}, Overrides(), "attention_bias = true is not supported"),
     (fast_dllm_v2_config, {"bd_size": 12}, NAMED, "8 positions at a time, which does not divide"),

@@ -122,7 +122,7 @@ class Bundle(Decides, UsesPromptCaches):
                     files.tokenizer, files.template, files.special_tokens, hashes
                 )
                 self._tokenizer.most_tokens = self.max_canvas_length
-                self._handle.close_with(self._tokenizer)
+                self._handle.close_with(self._tokenizer.close)
         return self._tokenizer
 
     def check_text(self) -> None:

@@ -4,6 +4,5 @@ A constraint is a JSON Schema, a regular expression, a grammar, a list of texts,
 records in JSON Lines, CSV or XML.
 
 The module ``compiled`` calls the native library, which compiles a constraint for a vocabulary. The
-vocabulary belongs to a bundle, or the module ``vocabulary`` reads it from a tokenizer. The module
-``automaton`` reads the arrays of a compiled constraint.
+vocabulary belongs to a bundle, or the module ``vocabulary`` reads it from a tokenizer.
 """

@@ -9,14 +9,10 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Job(Protocol):
-    """A job, as far as this module needs to know it."""
-
-    @property
-    def done(self) -> bool: ...
+if TYPE_CHECKING:
+    from dlm_runtime.generation.scheduler import Job
 
 
 class Ends:

@@ -8,22 +8,16 @@ from __future__ import annotations
 import ctypes as C
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, RequestError, shown
 from dlm_runtime.generation.cancelling import Cancels, seen_between_passes
 from dlm_runtime.generation.forks import Origin
 from dlm_runtime.policy import TEXT_FIELDS, Policy
-
-
-class SupportsClose(Protocol):
-    """An object that is closed together with a handle, such as a tokenizer."""
-
-    def close(self) -> None: ...
 
 
 class Handle:
@@ -59,7 +53,7 @@ class Handle:
         # the last call frees the bundle.
         self._busy = 0
         self._is_closed = False
-        self._with: list[SupportsClose] = []
+        self._with: list[Callable[[], None]] = []
         about = self._library.dlm_bundle_describe(pointer).contents
         self.manifest: dict[str, Any] = json.loads(about.manifest) if about.manifest else {}
         self.engine: str = about.engine.decode()
@@ -83,13 +77,10 @@ class Handle:
             self._is_closed = True
             self._free()
 
-    def close_with(self, other: SupportsClose) -> None:
-        """Register an object to close when the bundle is freed.
-
-        Running requests may use ``other`` until then.
-        """
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Register a function to call when the bundle is freed. Running requests end before."""
         with self._lock:
-            self._with.append(other)
+            self._with.append(close)
 
     def _free(self) -> None:
         """Free the bundle if it is closed and no request is running. The caller must hold the lock."""
@@ -101,7 +92,7 @@ class Handle:
             self._library.dlm_bundle_destroy(self.pointer)
             self.pointer = C.c_void_p()
         while self._with:
-            self._with.pop().close()
+            self._with.pop()()
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None) and self.origin.is_here:

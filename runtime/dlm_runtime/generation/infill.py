@@ -9,17 +9,17 @@ There are two ways to choose this number:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dlm_runtime.errors import RequestError, shown
 from dlm_runtime.generation.request import KINDS, count_of, text_of
 from dlm_runtime.generation.results import Generation
 
 if TYPE_CHECKING:
-    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.bundle import Bundle
     from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
@@ -35,24 +35,6 @@ whole text.
 MOST_TRIED = 64
 """The largest number of requests for all combinations of lengths."""
 _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
-
-
-class Filler(Protocol):
-    """The methods and properties of ``Bundle`` that this module uses."""
-
-    mask_token_id: int
-    max_canvas_length: int
-    eos_token_ids: tuple[int, ...]
-    visible_block: int | None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def constraint(self) -> Callable[..., Constraint]: ...
-
-    @property
-    def generate_batch(self) -> Callable[..., list[Generation]]: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +91,7 @@ class Canvas:
 
 
 def infill(
-    bundle: Filler,
+    bundle: Bundle,
     text: str,
     lengths: int | Sequence[int | Sequence[int]] | None,
     constrain_from: int | None,
@@ -142,7 +124,7 @@ def infill(
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
 
 
-def _split(bundle: Filler, text: str) -> list[str]:
+def _split(bundle: Bundle, text: str) -> list[str]:
     """Return the texts around the holes.
 
     Some tokenizers define a mask token that includes the white space before or after it. This white
@@ -163,7 +145,7 @@ def _split(bundle: Filler, text: str) -> list[str]:
 
 
 def parts_of(
-    bundle: Filler,
+    bundle: Bundle,
     between: Sequence[str],
     special_tokens: bool = False,
     prompt: Any = None,
@@ -218,7 +200,7 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _constrained(
-    bundle: Filler,
+    bundle: Bundle,
     between: Sequence[str],
     first: int,
     request: dict[str, Any],
@@ -287,7 +269,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
     return list(product(*choices))
 
 
-def read(bundle: Filler, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
+def read(bundle: Bundle, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
     """Return the filled text. ``made`` is the result of a request with the tokens of ``canvas``."""
     assert bundle.tokenizer is not None
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []

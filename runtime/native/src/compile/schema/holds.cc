@@ -241,26 +241,27 @@ bool Holds::array(const Term& term, const Value& value_) {
   }
 }
 
-// Returns true if a property of an object satisfies the keywords patternProperties and
-// additionalProperties of a schema.
-bool Holds::member(const Schema& schema, const Value& member_) {
-  bool is_listed = schema.properties.count(member_.key()) != 0;
-  Document& document = formulas_.document();
+std::vector<const Value*> Holds::unlisted(const Schema& schema, const std::string& name) {
+  std::vector<const Value*> found;
+  bool is_listed = schema.properties.count(name) != 0;
   if (const Value* const patterns = schema[Keyword::pattern_properties]) {
     for (const Value& each : patterns->members()) {
-      if (!matches(each.key(), member_.key(), schema)) continue;
+      if (!matches(each.key(), name, schema)) continue;
       is_listed = true;
-      if (!value(formulas_.of(document.schema(each), true), member_)) return false;
+      found.push_back(&each);
     }
   }
   const Value* const others = schema[Keyword::additional_properties];
-  return is_listed || others == nullptr ||
-         value(formulas_.of(document.schema(*others), true), member_);
+  if (!is_listed && others != nullptr) found.push_back(others);
+  return found;
 }
 
 bool Holds::object(const Term& term, const Value& value_) {
   const std::vector<Value>& members = value_.members();
   Document& document = formulas_.document();
+  const auto is_valid = [&](const Value& schema, bool positive, const Value& member) {
+    return value(formulas_.of(document.schema(schema), positive), member);
+  };
   switch (term.atom) {
     case Atom::property_count:
       return is_within(members.size(), term);
@@ -272,33 +273,25 @@ bool Holds::object(const Term& term, const Value& value_) {
     }
     case Atom::members:
       return std::all_of(members.begin(), members.end(), [&](const Value& each) {
-        const auto found = term.schema->properties.find(each.key());
-        return (found == term.schema->properties.end() ||
-                value(formulas_.of(document.schema(*found->second), true), each)) &&
-               member(*term.schema, each);
+        const auto listed = term.schema->properties.find(each.key());
+        if (listed != term.schema->properties.end() && !is_valid(*listed->second, true, each))
+          return false;
+        const std::vector<const Value*> others = unlisted(*term.schema, each.key());
+        return std::all_of(others.begin(), others.end(),
+                           [&](const Value* schema) { return is_valid(*schema, true, each); });
       });
     case Atom::names:
       return std::all_of(members.begin(), members.end(), [&](const Value& each) {
         return text(formulas_.of(document.schema(*(*term.schema)[Keyword::property_names]), true),
                     each.key());
       });
-    case Atom::violates: {
+    case Atom::violates:
       // This atom is true if at least one property is certainly invalid (see formula.h).
-      const Schema& schema = *term.schema;
       return std::any_of(members.begin(), members.end(), [&](const Value& each) {
-        bool is_listed = schema.properties.count(each.key()) != 0, is_invalid = false;
-        if (const Value* const patterns = schema[Keyword::pattern_properties]) {
-          for (const Value& pattern : patterns->members()) {
-            if (!matches(pattern.key(), each.key(), schema)) continue;
-            is_listed = true;
-            is_invalid |= value(formulas_.of(document.schema(pattern), false), each);
-          }
-        }
-        const Value* const others = schema[Keyword::additional_properties];
-        return is_invalid || (!is_listed && others != nullptr &&
-                              value(formulas_.of(document.schema(*others), false), each));
+        const std::vector<const Value*> others = unlisted(*term.schema, each.key());
+        return std::any_of(others.begin(), others.end(),
+                           [&](const Value* schema) { return is_valid(*schema, false, each); });
       });
-    }
     case Atom::unevaluated_properties:
       document.refuse(*term.schema, Keyword::unevaluated_properties,
                       "is not supported beside enum and const");

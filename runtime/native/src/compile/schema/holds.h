@@ -5,6 +5,7 @@
 #include <array>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "compile/automata/automata.h"
 #include "compile/json/ecma_pattern.h"
@@ -23,6 +24,9 @@ class Holds {
   // Returns true if a pattern matches the name of a property. Throws an error if some regex engines
   // find a match and others do not.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
+  // Returns the schemas that patternProperties and additionalProperties of a schema apply to the
+  // property `name`.
+  std::vector<const json::Value*> unlisted(const Schema& schema, const std::string& name);
 
   Automata& automata() { return automata_; }
 
@@ -31,7 +35,6 @@ class Holds {
   bool number(const Term& term, const json::Value& value) const;
   bool array(const Term& term, const json::Value& value);
   bool object(const Term& term, const json::Value& value);
-  bool member(const Schema& schema, const json::Value& member);
   bool text_atom(const Term& term, const std::string& text);
   bool matches(const std::string& pattern, const std::string& text, const Schema& at, Found found);
   template <typename Test>

@@ -115,18 +115,9 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
     if (term.atom != Atom::members) continue;
     const Schema& schema = *term.schema;
     const auto listed = schema.properties.find(name);
-    bool is_listed = listed != schema.properties.end();
-    if (is_listed) add(document_.schema(*listed->second), true);
-    if (const Value* const patterns = schema[Keyword::pattern_properties]) {
-      for (const Value& each : patterns->members()) {
-        if (!holds_.matches(each.key(), name, schema)) continue;
-        is_listed = true;
-        add(document_.schema(each), true);
-      }
-    }
-    if (const Value* const others = schema[Keyword::additional_properties];
-        !is_listed && others != nullptr)
-      add(document_.schema(*others), true);
+    if (listed != schema.properties.end()) add(document_.schema(*listed->second), true);
+    for (const Value* const each : holds_.unlisted(schema, name))
+      add(document_.schema(*each), true);
   }
   return value(formulas_.all(parts), place, is_described);
 }
