@@ -69,10 +69,10 @@ def check_generations(source: Source, policy: Policy, count: int) -> Iterator[li
     prompts = [sample.tokens[:PROMPT].tolist() for sample in make_samples(count)]
     starts = [start_canvas(prompt, 2 * BLOCK, source.network.mask_token_id) for prompt in prompts]
     layered = families.layered(source.parameters, source.network)
-    for start, states in zip(starts, lockstep.draft_passes(layered, starts, policy), strict=True):
+    for start, course in zip(starts, lockstep.courses(layered, starts, policy), strict=True):
         seen.clear()
         reference.fill(denoiser, start, policy)
-        for state, (made, read) in zip(states, seen, strict=True):
+        for state, (made, read) in zip(course.drafts, seen, strict=True):
             draft = state.draft
             assert draft is not None
             assert made == (draft.start, draft.is_updated, state.canvas[draft.start :].tolist())
@@ -80,7 +80,7 @@ def check_generations(source: Source, policy: Policy, count: int) -> Iterator[li
             if read is not None:
                 ours = torch.from_numpy(draft.conditioning).float()
                 torch.testing.assert_close(ours, read[0], rtol=2e-3, atol=2e-3)
-        yield states
+        yield course.drafts
 
 
 def check_layers(source: Source, states: Sequence[State]) -> None:

@@ -69,7 +69,7 @@ def test_each_course_is_the_references(
     for start, course in zip(starts, found, strict=True):
         expected = [start]
         reference.fill(whole, start, policy, on_step=expected.append)
-        assert [(one.tokens.tolist(), one.undecided.tolist()) for one in course] == [
+        assert [(one.tokens.tolist(), one.undecided.tolist()) for one in course.canvases] == [
             (one.tokens.tolist(), one.undecided.tolist()) for one in expected
         ]
 
@@ -140,4 +140,4 @@ def test_a_canvas_without_masks_stays_as_it_is(llada_checkpoint: Path) -> None:
             families.layered(source.parameters, source.network), [canvas] * 3, Policy()
         )
     )
-    assert found == [[canvas]] * 3
+    assert [course.canvases for course in found] == [[canvas]] * 3

@@ -33,11 +33,13 @@ and if the layers need at most half of the memory limit.
 SCORED_ROWS = 256  # number of rows of logits that are in memory at a time
 
 
-class _Course:
-    """A running request, with the request's cache and the canvases before and after each pass.
+class Course:
+    """A running request, with the request's cache.
 
-    With self-conditioning, ``conditioning`` contains the soft embeddings for the next draft pass.
-    ``drafts`` contains the state of each draft pass so far, if the denoiser has draft passes.
+    ``canvases`` contains the canvas before the first pass, and the canvas after every pass. With
+    self-conditioning, ``conditioning`` contains the soft embeddings for the next draft pass.
+    ``drafts`` contains the state of each draft pass so far, if the denoiser has draft passes. Soft
+    embeddings are rounded to fp16 in the states, to save memory.
     """
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
@@ -92,46 +94,14 @@ class _Course:
         return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
 
 
+@torch.no_grad()
 def courses(
     layered: Layered,
     canvases: Sequence[Canvas],
     policy: Policy,
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
-) -> Iterator[list[Canvas]]:
-    """Yield a list of canvases for each request, in order.
-
-    Each list contains the canvas before the first pass, and the canvas after every pass. See
-    ``_run``.
-    """
-    for course in _run(layered, canvases, policy, memory_bytes, on_decided):
-        yield course.canvases
-
-
-def draft_passes(
-    layered: Layered,
-    canvases: Sequence[Canvas],
-    policy: Policy,
-    memory_bytes: int | None = None,
-    on_decided: Callable[[int], None] = lambda positions: None,
-) -> Iterator[list[State]]:
-    """Yield the states of all draft passes of each request, in order.
-
-    The denoiser must have draft passes. Soft embeddings are rounded to fp16 in the states, to save
-    memory. See ``_run``.
-    """
-    for course in _run(layered, canvases, policy, memory_bytes, on_decided):
-        yield course.drafts
-
-
-@torch.no_grad()
-def _run(
-    layered: Layered,
-    canvases: Sequence[Canvas],
-    policy: Policy,
-    memory_bytes: int | None,
-    on_decided: Callable[[int], None],
-) -> Iterator[_Course]:
+) -> Iterator[Course]:
     """Run all requests, and yield them in order when they are finished.
 
     After each step, ``on_decided`` is called with the number of positions that the step decided.
@@ -158,8 +128,8 @@ def _run(
             )
         most = min(most, memory_bytes // 2 // cache_bytes(layered))
     head, end = layered.head(), layered.end()
-    waiting = deque(_Course(layered.network, canvas, policy) for canvas in canvases)
-    under_way: deque[_Course] = deque()
+    waiting = deque(Course(layered.network, canvas, policy) for canvas in canvases)
+    under_way: deque[Course] = deque()
     while waiting or under_way:
         step = [course for course in under_way if course.span is not None]
         tokens = sum(len(course.run.tokens) for course in step)
@@ -186,7 +156,7 @@ def _make_passes(
     held: Sequence[Block] | None,
     end: torch.nn.Module,
     head: Head,
-    step: Sequence[_Course],
+    step: Sequence[Course],
 ) -> None:
     """Run the next pass of every request, and commit tokens."""
     spans = [course.span.ids(layered.network) for course in step if course.span is not None]
@@ -214,7 +184,7 @@ def _make_passes(
             course.keep(i, keys, values)
         del block  # free the block before the next block is loaded into the same memory
     starts = itertools.accumulate(map(len, ids), initial=0)
-    scored: list[_Course] = []
+    scored: list[Course] = []
     rows: list[Tensor] = []
     for course, start in zip(step, starts, strict=False):
         scored.append(course)

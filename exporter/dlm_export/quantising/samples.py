@@ -234,11 +234,12 @@ def trajectories(
                 done += 1
                 on_done()
 
-        if c.draft_block is not None:
-            yield from lockstep.draft_passes(layered, starts, policy, memory_bytes, on_decided)
-            return
         for course in lockstep.courses(layered, starts, policy, memory_bytes, on_decided):
-            yield [canvas.tokens for canvas in course]
+            yield (
+                [canvas.tokens for canvas in course.canvases]
+                if c.draft_block is None
+                else course.drafts
+            )
 
     return run
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from dlm_export.graph import cache_dtypes
 from dlm_export.graph.parts import Part
-from dlm_export.judging.sides.drafting import no_rows, session_options
+from dlm_export.judging.sides.drafting import inputs_of, no_rows, session_options
 from dlm_export.memory import give_back
 from dlm_export.network.spec import NetworkSpec
 
@@ -36,29 +36,12 @@ def full_pass(
 ) -> dict[str, onnxruntime.OrtValue]:
     """Return the inputs of a graph for a pass without a cache over a batch of whole canvases.
 
-    ``ids`` ``[B, L]`` contains B canvases of L tokens. ``rows`` ``[B, R]`` contains, for each
-    canvas, the indices of the R rows whose logits the graph computes. ``positions`` ``[B, L]``
-    contains the position ids, which are 0 to L - 1 by default. With self-conditioning,
-    ``conditioning`` ``[B, L, hidden]`` contains the soft embeddings. ``None`` means zeros.
+    ``positions`` ``[B, L]`` contains the position ids, which are 0 to L - 1 by default.
+    ``inputs_of`` explains the other arguments.
     """
-    from onnxruntime import OrtValue
-
-    integers = {
-        "input_ids": ids,
-        "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        if positions is None
-        else positions,
-        "score_rows": rows,
-    }
-    given = {
-        name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64))
-        for name, array in integers.items()
-    }
-    if network.conditioning is not None:
-        if conditioning is None:
-            conditioning = np.zeros((*ids.shape, network.hidden_size), np.float32)
-        given["conditioning"] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(conditioning))
-        given["temperature"] = OrtValue.ortvalue_from_numpy(np.ones(rows.shape, np.float32))
+    if positions is None:
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    given = inputs_of(network, ids, positions, rows, conditioning)
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
         element, width = cache_dtypes.row_of(cache_dtype, head_size)
         nothing = no_rows(element.name.lower(), (len(ids), kv_heads, 0, width))

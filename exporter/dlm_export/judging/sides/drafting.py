@@ -15,6 +15,7 @@ import numpy as np
 from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.sides.side import DraftPass
 from dlm_export.network.pass_plan import Span
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
 
@@ -89,23 +90,37 @@ class DraftPasses:
         conditioning: np.ndarray | None = None,
     ) -> list[Any]:
         """Make a pass, and return the outputs ``names`` as OrtValues."""
-        from onnxruntime import OrtValue
-
-        arrays = {
-            "input_ids": np.asarray(ids, np.int64)[None],
-            "position_ids": np.asarray(positions, np.int64)[None],
-            "score_rows": np.asarray(rows, np.int64)[None],
-        }
-        if self._network.conditioning is not None:
-            if conditioning is None:
-                conditioning = np.zeros((1, len(ids), self._network.hidden_size), np.float32)
-            arrays |= {
-                "conditioning": conditioning,
-                "temperature": np.full((1, len(rows)), temperature, np.float32),
-            }
-        given = {name: OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        given = inputs_of(
+            self._network, ids[None], positions[None], rows[None], conditioning, temperature
+        )
         found: list[Any] = self._session.run_with_ort_values(names, {**given, **past})
         return found
+
+
+def inputs_of(
+    network: NetworkSpec,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    rows: np.ndarray,
+    conditioning: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> dict[str, onnxruntime.OrtValue]:
+    """Return the inputs of a graph for a pass over B canvases of L tokens, without the cache.
+
+    ``ids`` and ``positions`` are ``[B, L]``. ``rows`` ``[B, R]`` contains, for each canvas, the
+    indices of the R rows whose logits the graph computes. With self-conditioning, ``conditioning``
+    ``[B, L, hidden]`` contains the soft embeddings. ``None`` means zeros.
+    """
+    from onnxruntime import OrtValue
+
+    integers = {"input_ids": ids, "position_ids": positions, "score_rows": rows}
+    arrays = {name: np.ascontiguousarray(array, np.int64) for name, array in integers.items()}
+    if network.conditioning is not None:
+        if conditioning is None:
+            conditioning = np.zeros((*ids.shape, network.hidden_size), np.float32)
+        arrays["conditioning"] = np.ascontiguousarray(conditioning)
+        arrays["temperature"] = np.full(rows.shape, temperature, np.float32)
+    return {name: OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
 
 
 def no_rows(element: str, shape: Sequence[int]) -> onnxruntime.OrtValue:

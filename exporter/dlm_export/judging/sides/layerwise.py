@@ -66,7 +66,8 @@ class SweptPredictor(Side):
     ) -> Iterator[list[Canvas]]:
         """Implements ``Side.courses``. Raises MemoryLimitError."""
         starts = [start_canvas(prompt, room, self.mask_token_id) for prompt, room in asked]
-        return lockstep.courses(self.layered, starts, policy, self._memory_bytes)
+        for course in lockstep.courses(self.layered, starts, policy, self._memory_bytes):
+            yield course.canvases
 
     def _drafts(self, views: Sequence[View]) -> list[Draft | None]:
         """Return the draft pass of each view that has a ``draft``.
