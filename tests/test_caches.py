@@ -7,6 +7,7 @@ runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from test_parity import LOOPS
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
+from dlm_export.cli.building import print_cache
 from dlm_export.graph import attention, cache_dtypes, fuse, operators, trace
 from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
@@ -622,6 +624,22 @@ def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         assert found[cache] == report.cache
         assert found[cache]["cache_dtype"] == CACHE_DTYPES[cache]
     return found
+
+
+def test_the_cost_of_a_rounded_block_cache_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Block-causal networks have another kind of cache than the demo."""
+    masked = {"ce_increase": 0.01, "top1": 0.5}
+    frontier = {"flips": 2, "committed": 9}
+    print_cache(
+        {
+            "cache_dtype": "int8",
+            "samples": 3,
+            "block": {"masked": masked, "frontier": frontier},
+        }
+    )
+    found = capsys.readouterr().out
+    assert "Loss from the int8 cache alone, on 3 samples:" in found
+    assert re.search(r"block +\+1\.000% +50\.00% +2 of 9", found)
 
 
 # ---- Long passes ----

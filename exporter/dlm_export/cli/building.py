@@ -331,8 +331,8 @@ def print_cache(cache: Mapping[str, Any]) -> None:
             shown(found["masked"]["top1"], ".2%"),
             f"{found['frontier']['flips']} of {found['frontier']['committed']}",
         ]
-        for name in ("prefix", "dual")
-        for found in (cache[name],)
+        for name, found in cache.items()
+        if name not in ("cache_dtype", "samples")
     ]
     print_table("", ["cache", "cross-entropy", "top-1", "frontier flips"], rows)
 
