@@ -96,6 +96,7 @@ def _judge(
     effort = options.effort
     has_texts = effort.has_texts(network) or candidate_policy is not None
     options.budgets.check_texts(has_texts=has_texts)
+    options.budgets.check(samples)
     found = judge(
         reference,
         candidate,
