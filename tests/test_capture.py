@@ -179,6 +179,8 @@ def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released
     result = run("build", checkpoint, "-o", bundle)
     assert result.exit_code == 0, result.output
     assert "Parity with our torch denoiser holds" in result.stdout
+    parity = json.loads((bundle / "accuracy.json").read_text())["parity"]
+    assert parity["reference"] == "our torch denoiser"
     result = run("verify", bundle, "--golden", file)
     assert result.exit_code == 3, result.output
     assert "FAILS at fp32" in result.stdout

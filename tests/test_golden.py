@@ -321,8 +321,6 @@ def test_verify_says_which_parity_it_proved(
     few = ("--count", 1, "--new-tokens", 4)
     ours = json.loads(verify(llada_bundle, "--checkpoint", llada_checkpoint, *few, "--json").stdout)
     assert (ours["passed"], ours["reference"]) == (True, "our torch denoiser")
-    built = json.loads((llada_bundle / "accuracy.json").read_text())
-    assert built["parity"]["reference"] == "our torch denoiser"
 
 
 def test_logits_that_differ_exit_3_and_name_the_mask_ratio(
