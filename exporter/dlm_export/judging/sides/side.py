@@ -1,7 +1,8 @@
-"""Defines the interfaces of the two denoisers in a comparison, which are called sides."""
+"""Defines the interface of the two denoisers in a comparison, which are called sides."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class View(NamedTuple):
     draft: DraftPass | None = None
 
 
-class Side:
+class Side(ABC):
     """A denoiser that takes part in a comparison.
 
     The attributes except ``name`` are fields of the denoiser's network.
@@ -60,13 +61,14 @@ class Side:
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
 
-    def see(self, views: Sequence[View]) -> None:
+    def see(self, views: Sequence[View]) -> None:  # noqa: B027 (a side may need no call)
         """Compute the predictions for all canvases that will be requested later.
 
         Each element of ``views`` is a canvas and the positions to predict. Each call discards the
         results of earlier calls. A denoiser that is completely in memory needs no call.
         """
 
+    @abstractmethod
     def logits(
         self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
@@ -78,8 +80,8 @@ class Side:
         With ``draft``, the denoiser makes a causal pass over the positions before its start, and
         the draft pass over the others (see ``DraftPass``).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def courses(
         self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
     ) -> Iterator[list[Canvas]]:
@@ -88,7 +90,6 @@ class Side:
         Each element of ``asked`` is a prompt, and the number of tokens to generate after it. A run
         consists of the canvas before each pass, and then the finished canvas.
         """
-        raise NotImplementedError
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
