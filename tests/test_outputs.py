@@ -361,14 +361,19 @@ def test_a_build_that_a_signal_ends_at_any_file_operation_leaves_the_old_bundle_
     assert len({(each["at"], each["force"]) for each in found}) >= 50
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
 def test_ctrl_c_while_a_path_is_claimed_leaves_nothing_behind(
-    out: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch, is_failing: bool
 ) -> None:
     lock = fcntl.flock
 
     def interrupted(held: int, operation: int) -> None:
         lock(held, operation)
         signal.raise_signal(signal.SIGINT)
+        if is_failing:
+            (out.parent / ".bundle.dlm-export" / "owner").unlink()
+            (out.parent / ".bundle.dlm-export").rmdir()
+            raise BlockingIOError
 
     monkeypatch.setattr(fcntl, "flock", interrupted)
     assert in_child(lambda: fake_build(out, "new", False)) == (-signal.SIGINT, "")

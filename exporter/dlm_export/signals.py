@@ -50,10 +50,12 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 def postponed() -> Iterator[None]:
     """Delay signals that would end the process until the ``with`` statement has run."""
     arrived: list[int] = []
-    with handled_by(lambda number, _: arrived.append(number)):
-        yield
-    if arrived:
-        signal.raise_signal(arrived[0])
+    try:
+        with handled_by(lambda number, _: arrived.append(number)):
+            yield
+    finally:
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 @contextmanager
