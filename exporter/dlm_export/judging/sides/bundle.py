@@ -79,6 +79,15 @@ class BundlePredictor(Side):
                     self.spent.append(Spent.on(event.result))
             yield found
 
+    def texts(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[tuple[list[int], int]]:
+        """See ``Side``. Keeps no canvases, and measures generation without the steps of a stream."""
+        for prompt, room in asked:
+            done = self.bundle.generate(tokens=prompt, new_tokens=room, **policy.as_dict())
+            self.spent.append(Spent.on(done))
+            yield done.tokens, done.nfe
+
     def reused(self) -> tuple[int, int]:
         """Return the number of tokens in the prompts of all texts generated so far.
 

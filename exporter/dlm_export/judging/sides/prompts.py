@@ -71,10 +71,9 @@ def runs_of(
     decode: Decode,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Run]:
-    """Generate text after each prompt, as in ``Side.courses``. ``on_done`` is called per text."""
+    """Generate text after each prompt, as in ``Side.texts``. ``on_done`` is called per text."""
     found = []
-    for (prompt, _), canvases in zip(asked, side.courses(asked, policy), strict=True):
-        tokens, nfe = canvases[-1].tokens.tolist(), len(canvases) - 1
+    for (prompt, _), (tokens, nfe) in zip(asked, side.texts(asked, policy), strict=True):
         found.append(as_run(tokens, prompt, nfe, side.eos_token_ids, decode))
         on_done()
     return found

@@ -91,6 +91,13 @@ class Side(ABC):
         consists of the canvas before each pass, and then the finished canvas.
         """
 
+    def texts(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[tuple[list[int], int]]:
+        """Like ``courses``, but yields the tokens of each finished canvas, and the number of passes."""
+        for canvases in self.courses(asked, policy):
+            yield canvases[-1].tokens.tolist(), len(canvases) - 1
+
 
 def check_comparable(reference: Side, candidate: Side) -> None:
     """Raise JudgeError if two denoisers differ in their vocabulary or decoding rules."""
