@@ -13,7 +13,14 @@ from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.proving import Proof, prove
 from dlm_export.building.quantising import Quantised, quantise
 from dlm_export.building.request import Job, check_job, check_request
-from dlm_export.building.writing import Text, Written, table_dtype, write_graph, write_text
+from dlm_export.building.writing import (
+    Text,
+    Written,
+    chooses_rows,
+    table_dtype,
+    write_graph,
+    write_text,
+)
 from dlm_export.bundle import folder as bundle_folder
 from dlm_export.bundle.manifest import make_manifest
 from dlm_export.checkpoints.hub import Hub
@@ -209,6 +216,7 @@ def _make_manifest(
             is_simulated=is_simulated,
             for_device=request.on_gpu,
             has_segments=fused is not None and fused.has_segments,
+            chooses_rows=chooses_rows(job),
         ),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
         precision=precision,

@@ -25,6 +25,7 @@ from dlm_export.graph import (
     fuse,
     operators,
     quantise,
+    row_choice,
     tied_table,
     trace,
     updates,
@@ -131,6 +132,8 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         read = _quantised_reader(numbers, parts)
     if device is not None and request.form == "cuda":
         tied_table.multiply_transposed(device)
+        if chooses_rows(job):
+            row_choice.choose_rows(device)
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
@@ -151,6 +154,11 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     table = traced.model.graph.initializers.get(EMBEDDING)
     stored = None if table is None or table.dtype is None else table.dtype.numpy().name
     return Written(taps, fused, hashed, stored)
+
+
+def chooses_rows(job: Job) -> bool:
+    """Return whether passes on a GPU choose cached rows, and can compute several requests at once."""
+    return job.request.form == "cuda" and job.source.network.cache_window is None
 
 
 def table_dtype(job: Job) -> np.dtype:

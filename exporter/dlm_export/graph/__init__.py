@@ -9,6 +9,7 @@ The modules:
 - ``fuse`` replaces groups of operators with this project's operators (``operators``), for CPUs.
 - ``cache_dtypes`` changes a graph so that the cache stores keys and values in fewer bytes.
 - ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
+- ``row_choice`` lets a pass on a GPU choose cached rows, and compute several requests at once.
 - ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.
 - ``write`` writes the graph and its weights.
 
@@ -30,6 +31,10 @@ tokens, in the order of their positions.
 ``segments``                           int64 ``[N, 4]``            requests in one sequence (see ``operators``).
                                                                    Optional; only if all attention is fused
 ``window_segments``                    int64 ``[N, 4]``            like ``segments``, for layers with a window
+``cached_rows``                        int64 ``[C]``               the rows among S that the pass reads; only in
+                                                                   ``device.onnx`` (see ``row_choice``)
+``cached_requests``                    int64 ``[C]``               the request of each of these rows; -1: of none
+``token_requests``                     int64 ``[T]``               the request of each token, from 0 on
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the most likely tokens, in order; never the mask token
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, with p = 0 for the mask token
 ``logits``                             fp32 ``[B, R, V]``          raw logits, including the mask token's
@@ -58,6 +63,8 @@ DEVICE_FILE = "device.onnx"
 # Name of the graph input that lets a pass compute several requests in one sequence, and of the
 # same input for layers with a window.
 SEGMENTS, WINDOW_SEGMENTS = "segments", "window_segments"
+# Names of the graph inputs that choose cached rows on a GPU.
+CACHED_ROWS, CACHED_REQUESTS, TOKEN_REQUESTS = "cached_rows", "cached_requests", "token_requests"
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without
 quantisation.

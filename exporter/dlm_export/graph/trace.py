@@ -24,12 +24,15 @@ from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
 from dlm_export.graph import (
+    CACHED_REQUESTS,
+    CACHED_ROWS,
     DEVICE_FILE,
     GRAPH_FILE,
     LAYER_KEY,
     OPSET,
     PLAIN_OPSET,
     SEGMENTS,
+    TOKEN_REQUESTS,
     TOP_K,
     WINDOW_SEGMENTS,
     faster_tracing,
@@ -187,11 +190,13 @@ def describe(
     is_simulated: bool,
     for_device: bool = False,
     has_segments: bool = False,
+    chooses_rows: bool = False,
 ) -> dict[str, Any]:
     """Describe the graph for the native runtime. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle also contains a graph for GPUs. The docstring of
-    ``fuse.Fused`` explains ``has_segments``.
+    ``for_device`` says whether the bundle also contains a graph for GPUs, and ``chooses_rows``
+    whether that graph has the inputs of ``row_choice``. The docstring of ``fuse.Fused`` explains
+    ``has_segments``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -205,6 +210,8 @@ def describe(
     own = [*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else [])]
     if has_segments and network.cache_window is not None:
         own.append(WINDOW_SEGMENTS)
+    if chooses_rows:
+        own += [CACHED_ROWS, CACHED_REQUESTS, TOKEN_REQUESTS]
     if network.conditioning is not None:
         own += [*_CONDITIONING_INPUTS, *_CONDITIONING_OUTPUTS]
     return {

@@ -315,8 +315,15 @@ CUresult cuMemFreeHost(void* host) {
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   CALL(cuMemcpyHtoDAsync, CUDA_ERROR_LAUNCH_FAILED);
   void* const device = mock::view(to, bytes);
-  if (device == nullptr || !is_pinned(from, bytes)) return CUDA_ERROR_INVALID_VALUE;
-  mock::submit(stream, [=] { std::memcpy(device, from, bytes); });
+  if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (is_pinned(from, bytes)) {
+    mock::submit(stream, [=] { std::memcpy(device, from, bytes); });
+    return CUDA_SUCCESS;
+  }
+  if (stream->capturing != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  add("pageable_copies");
+  drain(stream);
+  std::memcpy(device, from, bytes);
   return CUDA_SUCCESS;
 }
 

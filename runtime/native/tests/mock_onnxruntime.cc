@@ -7,6 +7,7 @@
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
 //   conditioning C                            (only if the denoiser has self-conditioning)
+//   chooses_rows                              (only if passes choose cached rows)
 //   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
 // For an invalid graph, the text may also have the line "nan".
 //
@@ -94,7 +95,7 @@ struct OrtEpAssignedSubgraph {
 struct OrtSession {
   mock::Shape shape{};
   int cache_type = 0;
-  bool is_nan = false, is_recorded = false;
+  bool is_nan = false, is_recorded = false, chooses_rows = false;
   std::string provider;  // the provider that runs the denoiser
   int device = 0;
   std::vector<std::pair<std::string, OrtTypeInfo>> inputs, outputs;
@@ -164,6 +165,8 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
           {kv_heads, head_size * static_cast<int32_t>(element_bytes(session->cache_type))});
     } else if (word == "conditioning") {
       words >> session->shape.conditioning;
+    } else if (word == "chooses_rows") {
+      session->chooses_rows = true;
     } else if (word == "nan") {
       session->is_nan = true;
     } else if (word == "node") {
@@ -209,6 +212,9 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
     port(inputs, "temperature", kFloat, {kAny, kAny});
     port(outputs, "next_conditioning", kFloat, {kAny, kAny, width});
   }
+  if (session->chooses_rows)
+    for (const char* const name : {"cached_rows", "cached_requests", "token_requests"})
+      port(inputs, name, kInt64, {kAny});
   for (OrtEpAssignedSubgraph& part : session->placement) {
     for (const OrtEpAssignedNode& node : part.nodes) part.pointers.push_back(&node);
     session->pointers.push_back(&part);
@@ -249,6 +255,70 @@ void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   static unsigned char nothing;
   return value.bytes == 0 ? &nothing
                           : mock::view(reinterpret_cast<CUdeviceptr>(value.data), value.bytes);
+}
+
+// Computes the requests of a pass whose graph chooses cached rows, one after the other. `pass`
+// contains the arrays of all requests.
+void denoise_requests(const mock::Shape& shape, const mock::Pass& pass, const int64_t* rows,
+                      const int64_t* requests, int64_t row_count, const int64_t* of_tokens) {
+  const auto indices = [](const int64_t* of, int64_t count, int64_t request) {
+    std::vector<int64_t> found;
+    for (int64_t i = 0; i < count; ++i)
+      if (of[i] == request) found.push_back(i);
+    return found;
+  };
+  // Copies the rows of one tensor with the given indices: from a tensor with `room` rows per head,
+  // or back into it.
+  const auto copy = [](const mock::Layer& layer, uint8_t* tensor, int64_t room,
+                       const std::vector<int64_t>& places, uint8_t* own, bool is_back) {
+    for (int64_t head = 0; head < layer.kv_heads; ++head)
+      for (const int64_t place : places) {
+        uint8_t* const one = tensor + (head * room + place) * layer.row_bytes;
+        std::memcpy(is_back ? one : own, is_back ? own : one, static_cast<size_t>(layer.row_bytes));
+        own += layer.row_bytes;
+      }
+  };
+  const int64_t count = 1 + *std::max_element(of_tokens, of_tokens + pass.tokens);
+  for (int64_t request = 0; request < count; ++request) {
+    const auto tokens = indices(of_tokens, pass.tokens, request);
+    std::vector<int64_t> cached, ids, positions, scored, scored_at;
+    for (const int64_t i : indices(requests, row_count, request)) cached.push_back(rows[i]);
+    for (const int64_t token : tokens)
+      ids.push_back(pass.ids[token]), positions.push_back(pass.positions[token]);
+    for (int32_t r = 0; r < pass.rows; ++r) {
+      const auto place = std::find(tokens.begin(), tokens.end(), pass.score_rows[r]);
+      if (place == tokens.end()) continue;
+      scored.push_back(place - tokens.begin()), scored_at.push_back(r);
+    }
+    mock::Pass own{};
+    own.tokens = static_cast<int32_t>(tokens.size());
+    own.cached = static_cast<int32_t>(cached.size());
+    own.ids = ids.data(), own.positions = positions.data();
+    std::vector<std::vector<uint8_t>> pasts, presents;
+    for (size_t i = 0; i < pass.past.size(); ++i) {
+      const mock::Layer& layer = shape.layers[i / 2];
+      auto& past = pasts.emplace_back(static_cast<size_t>(layer.bytes(own.cached)));
+      copy(layer, const_cast<uint8_t*>(pass.past[i]), pass.cached, cached, past.data(), false);
+      if (!pass.present.empty())
+        presents.emplace_back(static_cast<size_t>(layer.bytes(own.tokens)));
+    }
+    for (const auto& past : pasts) own.past.push_back(past.data());
+    for (auto& present : presents) own.present.push_back(present.data());
+    // Score one row at a time, because the rows of a request may be anywhere in the outputs.
+    for (size_t r = 0; r < scored.size(); ++r) {
+      own.rows = 1, own.score_rows = &scored[r];
+      const int64_t at = scored_at[r];
+      own.top_tokens = pass.top_tokens + at * shape.top_k;
+      own.top_probs = pass.top_probs + at * shape.top_k;
+      own.top_log_odds = pass.top_log_odds + at * shape.top_k;
+      own.entropy = pass.entropy == nullptr ? nullptr : pass.entropy + at;
+      own.logits = pass.logits == nullptr ? nullptr : pass.logits + at * shape.vocab;
+      mock::denoise(shape, own);
+    }
+    if (scored.empty()) own.rows = 0, mock::denoise(shape, own);
+    for (size_t i = 0; i < presents.size(); ++i)
+      copy(shape.layers[i / 2], pass.present[i], pass.tokens, tokens, presents[i].data(), true);
+  }
 }
 
 OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* input_names,
@@ -306,7 +376,13 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
           pass.present.push_back(
               at("present_" + number, request * shape.layers[i].bytes(pass.tokens)));
       }
-    mock::denoise(shape, pass);
+    if (session->chooses_rows) {
+      const auto list = [&](const char* name) { return reinterpret_cast<int64_t*>(at(name, 0)); };
+      denoise_requests(shape, pass, list("cached_rows"), list("cached_requests"),
+                       size("cached_rows", 0), list("token_requests"));
+    } else {
+      mock::denoise(shape, pass);
+    }
     if (session->is_nan) pass.top_probs[0] = __builtin_nanf("");
   }
   return nullptr;

@@ -215,8 +215,9 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_w
   };
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "window_segments",
-                        "top_token", "top_prob", "top_log_odds", "entropy", "logits",
-                        "conditioning", "temperature", "next_conditioning", "layers"});
+                        "cached_rows", "cached_requests", "token_requests", "top_token", "top_prob",
+                        "top_log_odds", "entropy", "logits", "conditioning", "temperature",
+                        "next_conditioning", "layers"});
   PortNames names{name(ports, "input_ids"),  name(ports, "position_ids"),
                   name(ports, "score_rows"), name(ports, "top_token"),
                   name(ports, "top_prob"),   name(ports, "top_log_odds"),
@@ -228,6 +229,15 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_w
     window_segments->refuse("needs segments and a layer with a window");
   if (has_window && !names.segments.empty() && window_segments == nullptr)
     ports.refuse("a graph with segments and a layer with a window needs window_segments");
+  for (const auto& [key, port] : {std::pair{"cached_rows", &names.cached_rows},
+                                  std::pair{"cached_requests", &names.cached_requests},
+                                  std::pair{"token_requests", &names.token_requests}}) {
+    const json::Value* const found = ports.find(key);
+    if (found != nullptr && (has_window || graph.find("device_file") == nullptr))
+      found->refuse("needs device_file, and no layer with a window");
+    if (found != nullptr || !names.cached_rows.empty()) *port = name(ports, key);
+    if (found != nullptr && names.cached_rows.empty()) found->refuse("needs cached_rows");
+  }
   for (const auto& [key, port] : {std::pair{"conditioning", &names.conditioning},
                                   std::pair{"temperature", &names.temperature},
                                   std::pair{"next_conditioning", &names.next_conditioning}}) {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <new>
+#include <utility>
 
 #include "base/error.h"
 
@@ -21,8 +21,8 @@ int32_t root_of(int32_t group) { return -1 - group; }
 
 }  // namespace
 
-Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, RowCounts rows,
-             int64_t most_idle)
+Arena::Arena(HostEngine& engine, const CacheShape& shape, std::unique_ptr<RowMemory> memory,
+             int32_t page_rows, RowCounts rows, int64_t most_idle)
     : engine_(engine),
       shape_(shape),
       page_rows_(page_rows),
@@ -33,6 +33,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, Row
              static_cast<int32_t>(most_idle / page_rows)),
       windows_(static_cast<int32_t>(rows.window / page_rows),
                static_cast<int32_t>(std::min(most_idle, rows.window) / page_rows)),
+      memory_(std::move(memory)),
       starts_(1, 0),
       pointers_(shape.size()) {
   for (size_t i = 0; i < 2 * shape.size(); ++i) {
@@ -164,7 +165,7 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
   const auto copy = [&](size_t number, int32_t page, int32_t window_page) {
     const std::byte* from = file.cache->page(number);
     each_part(page, window_page, [&](std::byte* to, size_t bytes) {
-      if (to != nullptr) std::memcpy(to, from, bytes);
+      if (to != nullptr) memory_->write(from, to, bytes);
       from += bytes;
     });
   };
@@ -188,8 +189,7 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
 }
 
 void Arena::make_room() {
-  // make_unique would fill all this memory with zeros.
-  storage_.reset(new std::byte[starts_.back()]);
+  storage_ = memory_->allocate(starts_.back());
   for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
 
@@ -239,6 +239,7 @@ void Arena::add_segments(const Part& part, int64_t first) {
 }
 
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
+  memory_->finish();  // the copies of the last pass read fresh_
   bool has_past = false, keeps = false;
   segments_.clear();
   window_rows_.segments.clear();
@@ -261,7 +262,7 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
     if (fresh_bytes_ < bytes) {
       fresh_bytes_ = 0;
       fresh_.reset();
-      fresh_.reset(new std::byte[bytes]);
+      fresh_ = memory_->allocate(bytes);
       fresh_bytes_ = bytes;
     }
     std::byte* at = fresh_.get();
@@ -302,11 +303,11 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
         std::byte* const tensor = storage_.get() + starts_[i];
         const auto& pages = has_window(i) ? place.window_pages : place.pages;
         const int32_t start = has_window(i) ? std::max(part.first, window_first) : part.first;
-        for (size_t head = 0; head < heads(i); ++head)
-          each_run(pages, start, last, [&](int64_t row, int32_t rows, int32_t position) {
-            const size_t from = head * tokens + first + (position - part.first);
-            std::memcpy(tensor + (head * head_rows + row) * size, fresh + from * size, rows * size);
-          });
+        each_run(pages, start, last, [&](int64_t row, int32_t rows, int32_t position) {
+          const size_t from = first + (position - part.first);
+          memory_->copy(fresh + from * size, tokens * size, tensor + row * size, head_rows * size,
+                        rows * size, heads(i));
+        });
       }
     }
     first += part.tokens;
@@ -355,7 +356,7 @@ void Arena::each_part(int32_t page, int32_t window_page, Visit visit) const {
 void Arena::read_page(Handle place, size_t number, std::byte* to) const {
   const int32_t window_page = window_ > 0 ? place->window_pages[number] : -1;
   each_part(place->pages[number], window_page, [&](const std::byte* from, size_t bytes) {
-    std::memcpy(to, from, bytes);
+    memory_->read(from, to, bytes);
     to += bytes;
   });
 }

@@ -1,4 +1,5 @@
-// An arena is host memory for the keys and values of all requests that share passes.
+// An arena is memory for the keys and values of all requests that share passes. It is on the host,
+// or on the device that runs the engine.
 //
 // The arena is divided into pages (cache/pages.h). Each canvas has a list of pages. Rows never move
 // while their request runs. In each pass, the arena tells the engine which rows the pass reads.
@@ -20,6 +21,7 @@
 
 #include "cache/pages.h"
 #include "cache/prompt_cache.h"
+#include "cache/row_memory.h"
 #include "engines/engine.h"
 
 namespace dlm {
@@ -55,8 +57,8 @@ class Arena {
   // numbers of `rows` must be multiples of page_rows(). `most_idle` is the largest number of rows
   // that stay stored after their requests have ended, and is at most `rows.full`. If `most_idle` is
   // 0, requests never share pages. Throws std::bad_alloc.
-  Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, RowCounts rows,
-        int64_t most_idle);
+  Arena(HostEngine& engine, const CacheShape& shape, std::unique_ptr<RowMemory> memory,
+        int32_t page_rows, RowCounts rows, int64_t most_idle);
 
   // Returns how many of the first tokens of `tokens` have stored rows in pages that the requests of
   // `group` share. The result is a multiple of the page size, and at most `most`. In layers with a
@@ -167,7 +169,8 @@ class Arena {
   std::list<Place> places_;
   // storage_ contains all stored rows. fresh_ contains the new rows of the current pass, which must
   // still be copied to storage_.
-  std::unique_ptr<std::byte[]> storage_, fresh_;
+  const std::unique_ptr<RowMemory> memory_;
+  RowMemory::Block storage_, fresh_;
   // [2 * layers + 1]: where each tensor (keys, values, ...) starts in storage_.
   std::vector<size_t> starts_;
   // row_sum_: the number of bytes of one position's rows, for all heads of all tensors of layers

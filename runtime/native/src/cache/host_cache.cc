@@ -249,8 +249,10 @@ std::unique_ptr<Arena> Engine::open_arena(int32_t, RowCounts, int64_t) { return 
 std::unique_ptr<Arena> HostEngine::open_arena(int32_t page_rows, RowCounts rows,
                                               int64_t most_idle) {
   if (!takes_segments()) return nullptr;
-  return std::make_unique<Arena>(*this, cache_, page_rows, rows, most_idle);
+  return std::make_unique<Arena>(*this, cache_, make_row_memory(), page_rows, rows, most_idle);
 }
+
+std::unique_ptr<RowMemory> HostEngine::make_row_memory() { return make_host_memory(); }
 
 std::unique_ptr<Engine> make_none(CacheShape cache) {
   return std::make_unique<None>(std::move(cache));

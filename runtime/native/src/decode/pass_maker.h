@@ -63,14 +63,16 @@ struct PassSeconds {
 class PassMaker {
  public:
   // Each canvas reserves a multiple of `page_rows` cache rows. All requests together may reserve
-  // `rows` cache rows.
-  PassMaker(RowCounts rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
+  // `rows` cache rows. A pass that several requests share has at most `most_tokens` tokens.
+  PassMaker(RowCounts rows, int32_t page_rows, int32_t most_tokens = INT32_MAX)
+      : rows_(rows), page_rows_(page_rows), most_tokens_(most_tokens) {}
   virtual ~PassMaker() = default;
 
   // The largest number of cache rows that all running requests may use together. A cache row is the
   // keys and values of one position.
   RowCounts rows() const { return rows_; }
   int32_t page_rows() const { return page_rows_; }
+  int32_t most_tokens() const { return most_tokens_; }
 
   virtual bool has_room(const Request& request) const = 0;
 
@@ -98,7 +100,7 @@ class PassMaker {
 
  private:
   const RowCounts rows_;
-  const int32_t page_rows_;
+  const int32_t page_rows_, most_tokens_;
 };
 
 // Returns the number of cache rows that all canvases of a request need. Each canvas reserves a

@@ -30,6 +30,7 @@
 // does not throw, so every thread that waits for the job wakes up.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -97,7 +98,9 @@ class Runner {
   // Returns the limit for the predicted milliseconds of a pass. The measured time of a pass is
   // about pace_ times its predicted time, so the option's limit is divided by pace_.
   double most_ms() const { return options_.most_ms / pace_; }
-  PassLimits limits() const { return {options_.most_tokens, most_ms(), options_.cost}; }
+  PassLimits limits() const {
+    return {std::min(options_.most_tokens, pass_maker_.most_tokens()), most_ms(), options_.cost};
+  }
   void note_pace(double times);
 
   bool make_passes(Until until, const std::function<bool()>& before_pass,

@@ -40,8 +40,8 @@ class SharingMember final : public Member {
 class SharedPasses final : public PassMaker {
  public:
   SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, RowCounts rows,
-               const PromptCaches& files)
-      : PassMaker(rows, dlm::page_rows(denoiser.visible_block)),
+               int32_t most_tokens, const PromptCaches& files)
+      : PassMaker(rows, dlm::page_rows(denoiser.visible_block), most_tokens),
         denoiser_(denoiser),
         arena_(std::move(arena)),
         files_(files) {}
@@ -204,7 +204,8 @@ std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& 
   std::unique_ptr<Arena> arena =
       engine.open_arena(page_rows(denoiser.visible_block), rows, most_idle);
   if (arena == nullptr) return nullptr;
-  return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows, files);
+  const int32_t most_tokens = engine.most_shared_tokens(denoiser.max_canvas_length);
+  return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows, most_tokens, files);
 }
 
 }  // namespace dlm

@@ -190,6 +190,7 @@ class Context {
 };
 
 class Arena;
+class RowMemory;
 
 class Engine {
  public:
@@ -208,6 +209,10 @@ class Engine {
   // Returns true if one pass can run several requests of different sizes, one per segment of the
   // pass. If this is false, only requests of the same size can share passes.
   virtual bool takes_segments() const { return false; }
+
+  // Returns the largest number of tokens in a pass that several requests share. `longest` is the
+  // denoiser's max_canvas_length. Two canvases of this length always fit, for guidance.
+  virtual int32_t most_shared_tokens(int32_t /*longest*/) const { return INT32_MAX; }
 
   // Allocates cache rows for passes that several requests share. The arguments are those of Arena's
   // constructor. Returns NULL if the engine does not support these passes. The engine must outlive
@@ -250,6 +255,9 @@ class HostEngine : public Engine {
                    const WindowRows& window) = 0;
 
  protected:
+  // Returns the memory of an arena. By default, this is host memory.
+  virtual std::unique_ptr<RowMemory> make_row_memory();
+
   const CacheShape cache_;
 
  private:
@@ -266,6 +274,8 @@ struct PortNames {
   std::string segments{};  // "" if the graph does not have this input
   // The segments of layers with a window. "" if the graph does not have this input.
   std::string window_segments{};
+  // The inputs of device.onnx that choose cached rows. "" if it does not have these inputs.
+  std::string cached_rows{}, cached_requests{}, token_requests{};
   // "" if the denoiser has no self-conditioning
   std::string conditioning{}, temperature{}, next_conditioning{};
   std::vector<Layer> layers{};

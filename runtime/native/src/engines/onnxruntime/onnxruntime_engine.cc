@@ -25,6 +25,7 @@
 #include "base/error.h"
 #include "engines/cuda/cuda_api.h"
 #include "engines/cuda/device_cache.h"
+#include "engines/cuda/device_memory.h"
 #include "engines/engine.h"
 #include "engines/graph_check.h"
 #include "engines/onnxruntime/custom_op.h"
@@ -121,6 +122,28 @@ struct Values {
   std::vector<const char*> output_names;
 };
 
+// The cached rows that a pass on a GPU reads, and the request to which each row and each new token
+// belongs.
+struct RowChoice {
+  std::vector<int64_t> rows, requests, of_tokens;
+};
+
+// Lists the rows of a pass. Without segments, the pass reads all cached rows.
+RowChoice choose_rows(const dlm_pass& pass, const std::vector<Segment>& segments) {
+  RowChoice chosen{{}, {}, std::vector<int64_t>(static_cast<size_t>(pass.tokens), 0)};
+  const std::vector<Segment> whole = {{0, pass.cached, 0, pass.tokens}};
+  const std::vector<Segment>& all = segments.empty() ? whole : segments;
+  int64_t request = -1, first = -1;
+  for (const Segment& segment : all) {
+    if (std::exchange(first, segment.first) != segment.first) ++request;
+    for (int64_t row = segment.start; row < segment.start + segment.cached; ++row)
+      chosen.rows.push_back(row);
+    chosen.requests.resize(chosen.rows.size(), request);
+    std::fill_n(chosen.of_tokens.begin() + first, segment.tokens, request);
+  }
+  return chosen;
+}
+
 class OnnxRuntime final : public HostEngine {
  public:
   OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads,
@@ -140,6 +163,11 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
                                              memory_.out()));
     open_session(threads, provider);
+    chooses_rows_ = has_input(graph_.ports.cached_rows);
+    if (chooses_rows_)
+      for (const std::string* const name :
+           {&graph_.ports.cached_rows, &graph_.ports.cached_requests, &graph_.ports.token_requests})
+        ports_.inputs.push_back({*name, kInt64, {kR}});
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
         "input", ports_.inputs);
     verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName,
@@ -163,10 +191,19 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Segments work only with our kernels. Without our kernels, ONNX Runtime computes attention with
-  // the standard operators in the graph. The standard operators ignore segments, so every request
-  // would see the rows of all requests.
-  bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
+  // The input "segments" works only with our kernels. Without our kernels, ONNX Runtime computes
+  // attention with the standard operators in the graph. The standard operators ignore segments, so
+  // every request would see the rows of all requests.
+  bool takes_segments() const override {
+    return chooses_rows_ || (has_segments_ && !kernels_.empty());
+  }
+
+  // ONNX Runtime's RotaryEmbedding refuses passes with more tokens than its table has rows.
+  // graph/row_choice.py of the exporter makes tables of this size.
+  int32_t most_shared_tokens(int32_t longest) const override {
+    const int64_t rows = chooses_rows_ ? int64_t{2} * longest : INT32_MAX;
+    return static_cast<int32_t>(std::min<int64_t>(rows, INT32_MAX));
+  }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments,
            const WindowRows& window) override {
@@ -210,13 +247,21 @@ class OnnxRuntime final : public HostEngine {
       read(conditioning, pass.conditioning), read(conditioning + 1, pass.temperature);
       write(next_conditioning, pass.next_conditioning);
     }
-    const auto add_segments = [&](const std::vector<Segment>& given) {
-      Port port = segments_port();
-      port.dims[0] = static_cast<int64_t>(given.size());
-      add_input(port, given.data(), host);
+    const auto add_list = [&](Port port, const auto& list) {
+      port.dims[0] = static_cast<int64_t>(list.size());
+      add_input(port, list.data(), host);
     };
-    if (!segments.empty()) add_segments(segments);
-    if (!segments.empty() && has_window_) add_segments(window.segments);
+    RowChoice chosen;
+    if (chooses_rows_) {
+      chosen = choose_rows(pass, segments);
+      const Port* const ports = &ports_.inputs[ports_.inputs.size() - 3];
+      add_list(ports[0], chosen.rows);
+      add_list(ports[1], chosen.requests);
+      add_list(ports[2], chosen.of_tokens);
+    } else if (!segments.empty()) {
+      add_list(segments_port(), segments);
+      if (has_window_) add_list(segments_port(), window.segments);
+    }
     OrtStatus* const reported = api().call<ort::Run>(
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(),
         values.inputs.data(), values.inputs.size(), values.output_names.data(),
@@ -229,6 +274,11 @@ class OnnxRuntime final : public HostEngine {
                    "give fewer tokens, a smaller block_length or max_batch");
     check(api(), reported, "a pass of the denoiser failed");
     check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
+  }
+
+ protected:
+  std::unique_ptr<RowMemory> make_row_memory() override {
+    return device_ ? make_device_memory(*device_) : HostEngine::make_row_memory();
   }
 
  private:
@@ -397,6 +447,16 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
+  // Returns true if the graph has an input with this name, which may be "".
+  bool has_input(const std::string& wanted) {
+    bool is_found = false;
+    ports_of<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
+        [&](const std::string& name, const OrtTypeInfo*) {
+          is_found = is_found || (name == wanted && !wanted.empty());
+        });
+    return is_found;
+  }
+
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
   // Returns true if the graph has the optional input "segments". If the graph has layers with a
@@ -459,7 +519,8 @@ class OnnxRuntime final : public HostEngine {
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   const bool has_window_ = window_of(cache_) > 0;
-  bool has_segments_ = false;
+  bool has_segments_ = false;  // the graph has the input "segments"
+  bool chooses_rows_ = false;  // the graph has the inputs that choose cached rows
   std::vector<const char*> input_names_;
 };
 

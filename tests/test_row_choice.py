@@ -1,0 +1,201 @@
+"""Tests of graphs that choose cached rows: passes of several requests on ONNX Runtime's GPU provider.
+
+Here, ONNX Runtime's CPU provider runs these graphs. The last test runs the runtime on mocks of CUDA
+and of ONNX Runtime, with sanitizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from engine_bundles import copy_of, gpu_bundle, read_manifest, tiny
+from shared_requests import check_shared, wishes
+from test_native import sanitized  # noqa: F401
+from test_native_tensorrt import Drive, drive, in_python  # noqa: F401
+from test_providers import CUDA, bundle_of, graph, needs_mocks
+
+import dlm_runtime
+from dlm_export.bundle.folder import finish
+from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, prompt_reuse_of
+from dlm_export.families.base import later
+from dlm_export.graph import (
+    CACHED_REQUESTS,
+    CACHED_ROWS,
+    TOKEN_REQUESTS,
+    row_choice,
+    trace,
+    write,
+)
+from dlm_export.sources import open_source
+
+# ruff: noqa: F811
+ROWS = 400  # cached rows of all requests together
+ROW_PORTS = (CACHED_ROWS, CACHED_REQUESTS, TOKEN_REQUESTS)
+
+
+class Graph:
+    """Runs passes of a graph that chooses rows, over random keys and values."""
+
+    def __init__(self, path: Path) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
+        draw = np.random.default_rng(0)
+        self.past = {
+            port.name: draw.standard_normal((1, port.shape[1], ROWS, port.shape[3]), np.float32)
+            for port in self.session.get_inputs()
+            if port.name.startswith("past_")
+        }
+
+    def logits(
+        self, tokens: np.ndarray, first: np.ndarray, choice: list[tuple[int, int]], whose: Any
+    ) -> np.ndarray:
+        """Return the logits of all tokens. ``choice`` lists pairs of a row and its request."""
+        of_tokens = np.broadcast_to(np.int64(whose), tokens.shape)
+        starts = np.searchsorted(of_tokens, of_tokens)
+        feeds = self.past | {
+            "input_ids": tokens[None],
+            "position_ids": (np.arange(len(tokens)) - starts + first)[None],
+            "score_rows": np.arange(len(tokens))[None],
+            "cached_rows": np.array([row for row, _ in choice], np.int64),
+            "cached_requests": np.array([request for _, request in choice], np.int64),
+            "token_requests": of_tokens,
+        }
+        found: np.ndarray = self.session.run(["logits"], feeds)[0][0]
+        return found
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    """The graph of a random denoiser in fp32, in which rounding hides no fault."""
+    source = open_source(tiny())
+    traced = trace.trace_pass(source.network, "fp32")
+    row_choice.choose_rows(traced)
+    folder = tmp_path_factory.mktemp("graph")
+    read = functools.partial(later, source.parameters, source.network)
+    write.write_graph(traced, read, folder, lambda count: None)
+    return Graph(folder / "denoiser.onnx")
+
+
+def test_padded_rows_change_nothing(fp32: Graph) -> None:
+    draw = np.random.default_rng(1)
+    for cached in range(301):
+        tokens, rows = draw.integers(2, 150, 8), draw.permutation(ROWS)[:cached].tolist()
+        read = [(row, 0) for row in rows]
+        wanted = fp32.logits(tokens, np.int64(cached % 200), read, 0)
+        for step in (8, 64):
+            padded = read + [(0, -1)] * (-cached % step)
+            found = fp32.logits(tokens, np.int64(cached % 200), padded, 0)
+            np.testing.assert_allclose(
+                found, wanted, atol=1e-6 * np.ptp(wanted[np.isfinite(wanted)])
+            )
+
+
+def test_a_request_sees_its_own_rows_alone(fp32: Graph) -> None:
+    draw = np.random.default_rng(2)
+    for _ in range(20):
+        counts, lengths = draw.integers(0, 60, 3), draw.integers(1, 9, 3)
+        rows = np.split(draw.permutation(ROWS)[: counts.sum()], np.cumsum(counts)[:-1])
+        tokens = [draw.integers(2, 150, length) for length in lengths]
+        choice = [(int(row), i) for i in range(3) for row in rows[i]]
+        draw.shuffle(choice)
+        whose = np.repeat(np.arange(3), lengths)
+        found = fp32.logits(np.concatenate(tokens), np.repeat(counts, lengths), choice, whose)
+        alone = [
+            fp32.logits(tokens[i], counts[i], [(int(row), 0) for row in rows[i]], 0)
+            for i in range(3)
+        ]
+        wanted = np.concatenate(alone)
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.ptp(wanted[np.isfinite(wanted)]))
+
+
+def test_shared_passes_give_what_each_request_gets_alone(tmp_path: Path) -> None:
+    folder = copy_of(gpu_bundle("fp16", "cuda"), tmp_path / "bundle")
+    assert prompt_reuse_of(read_manifest(folder)).refusal == FULL_ATTENTION
+    shutil.copy(folder / "device.onnx", folder / "denoiser.onnx")
+    finish(folder, read_manifest(folder))
+    with dlm_runtime.open(folder, engine="onnxruntime", threads=1) as bundle:
+        check_shared(bundle, wishes(500))
+
+
+# ---- On mocks of CUDA and of ONNX Runtime ----
+
+
+def mock_bundle(folder: Path, **loop: Any) -> Path:
+    """Write a bundle whose graph chooses rows. ``loop`` changes the entry in the manifest."""
+    made = bundle_of(folder, graph("chooses_rows"))
+    manifest = json.loads((made / "manifest.json").read_text())
+    manifest["loop"]["graph"]["ports"] |= {name: name for name in ROW_PORTS}
+    manifest["loop"] |= loop
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    return made
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+import dlm_runtime
+from shared_requests import check_prompts, check_shared, wishes
+with dlm_runtime.open(sys.argv[1], provider="cuda") as bundle:
+    {check}
+    print(bundle.engine, "done", sep="\\n")
+"""
+
+
+def run_on_mocks(check: str, bundle: Path, sanitized: Path) -> None:
+    program = PROGRAM.format(tests=str(Path(__file__).parent), check=check)
+    library = str(sanitized / "libmock_onnxruntime.so")
+    engine, _ = in_python(program, bundle, sanitized, DLM_ONNXRUNTIME=library)
+    assert engine == "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0)"
+
+
+@needs_mocks
+def test_shared_passes_over_device_memory_give_what_each_request_gets_alone(
+    tmp_path: Path, sanitized: Path
+) -> None:
+    run_on_mocks("check_shared(bundle, wishes(500))", mock_bundle(tmp_path / "bundle"), sanitized)
+
+
+@needs_mocks
+def test_prompts_are_reused_in_device_memory(tmp_path: Path, sanitized: Path) -> None:
+    bundle = mock_bundle(tmp_path / "bundle", visible_block=8)
+    run_on_mocks(f"check_prompts(bundle, {str(tmp_path / 'cache')!r})", bundle, sanitized)
+
+
+@needs_mocks
+def test_a_cache_that_does_not_fit_says_what_to_set(tmp_path: Path, drive: Drive) -> None:
+    bundle = mock_bundle(tmp_path / "bundle")
+    told = drive(bundle, {"MOCK_CUDA_BYTES": "4096"}, cache="dual", batch=4, max_batch=4, **CUDA)
+    status, message = told.rounds[0]
+    assert status == "OUT_OF_MEMORY"
+    assert "set a smaller cache_bytes of the scheduler" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"cached_requests": None}, '"cached_requests" is missing'),
+        ({"cached_rows": None}, "needs cached_rows"),
+        ({"token_requests": "input_ids"}, "another port has the name"),
+    ],
+)
+def test_a_manifest_with_some_of_the_ports_is_refused(
+    tmp_path: Path, changes: dict[str, str | None], sentence: str
+) -> None:
+    bundle = mock_bundle(tmp_path / "bundle")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    ports = manifest["loop"]["graph"]["ports"] | changes
+    kept = {name: port for name, port in ports.items() if port is not None}
+    manifest["loop"]["graph"]["ports"] = kept
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(dlm_runtime.BundleError, match=sentence):
+        dlm_runtime.open(bundle, engine="none")
