@@ -577,6 +577,16 @@ def test_a_providers_library_is_registered_by_our_slots(
         ort.call(f"Release{name}", held, result=None)
 
 
+def test_a_run_takes_options_by_our_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    ort = Installed(monkeypatch)
+    options = ort.made("CreateRunOptions")
+    assert not ort.call("AddRunConfigEntry", options, b"gpu_graph_id", b"3")
+    failure = ort.call("AddRunConfigEntry", options, b"", b"3")
+    assert b"key is empty" in ort.call("GetErrorMessage", failure, result=ctypes.c_char_p)
+    ort.call("ReleaseStatus", failure, result=None)
+    ort.call("ReleaseRunOptions", options, result=None)
+
+
 def test_a_machine_without_a_driver_is_told_so_first(llada_bundle: Path) -> None:
     with pytest.raises(
         dlm_runtime.EngineError, match=r"cannot find the CUDA driver.*Install NVIDIA's driver"

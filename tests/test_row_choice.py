@@ -145,30 +145,61 @@ import sys
 sys.path.insert(0, {tests!r})
 import dlm_runtime
 from shared_requests import check_prompts, check_shared, wishes
-with dlm_runtime.open(sys.argv[1], provider="cuda") as bundle:
+with dlm_runtime.open(sys.argv[1], provider="cuda", cuda_graphs={graphs}) as bundle:
     {check}
     print(bundle.engine, "done", sep="\\n")
 """
 
 
-def run_on_mocks(check: str, bundle: Path, sanitized: Path) -> None:
-    program = PROGRAM.format(tests=str(Path(__file__).parent), check=check)
+def run_on_mocks(check: str, bundle: Path, sanitized: Path, graphs: bool = False) -> None:
+    program = PROGRAM.format(tests=str(Path(__file__).parent), check=check, graphs=graphs)
     library = str(sanitized / "libmock_onnxruntime.so")
     engine, _ = in_python(program, bundle, sanitized, DLM_ONNXRUNTIME=library)
     assert engine == "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0)"
 
 
 @needs_mocks
+@pytest.mark.parametrize("graphs", [False, True])
 def test_shared_passes_over_device_memory_give_what_each_request_gets_alone(
-    tmp_path: Path, sanitized: Path
+    tmp_path: Path, sanitized: Path, graphs: bool
 ) -> None:
-    run_on_mocks("check_shared(bundle, wishes(500))", mock_bundle(tmp_path / "bundle"), sanitized)
+    bundle = mock_bundle(tmp_path / "bundle")
+    run_on_mocks("check_shared(bundle, wishes(500))", bundle, sanitized, graphs)
 
 
 @needs_mocks
 def test_prompts_are_reused_in_device_memory(tmp_path: Path, sanitized: Path) -> None:
     bundle = mock_bundle(tmp_path / "bundle", visible_block=8)
     run_on_mocks(f"check_prompts(bundle, {str(tmp_path / 'cache')!r})", bundle, sanitized)
+
+
+@needs_mocks
+def test_passes_of_one_shape_run_as_one_cuda_graph(tmp_path: Path, drive: Drive) -> None:
+    bundle, graphs = mock_bundle(tmp_path / "bundle"), CUDA | {"cuda_graphs": 1}
+    told = drive(bundle, cache="dual", given=21, new=24, rounds=3, **graphs)
+    assert told.all_same()
+    assert told.made("captured", 0) < told.counts[0]["nfe"] / 2
+    assert told.made("captured", 2) == 0, "the third request has the shapes of the first"
+    assert told.made("replayed", 2) == told.counts[2]["nfe"]
+    assert drive(bundle, cache="dual", batch=3, max_batch=3, rounds=2, **graphs).all_same()
+    # Passes that return logits, and passes with guidance, are not captured.
+    assert drive(bundle, logits=9, given=12, **graphs).made("captured") == 0
+
+
+@needs_mocks
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        ({"engine": "auto"}, "INVALID_ARGUMENT", 'is for provider "cuda", not for "cpu"'),
+        (CUDA, "UNSUPPORTED", "CUDA graphs need a bundle that was built with --target cuda"),
+    ],
+)
+def test_where_there_can_be_no_cuda_graphs_they_are_refused(
+    tmp_path: Path, drive: Drive, options: dict[str, Any], status: str, sentence: str
+) -> None:
+    opened = drive(bundle_of(tmp_path / "bundle"), cuda_graphs=1, **options).opened
+    assert opened[0] == status
+    assert sentence in opened[1]
 
 
 @needs_mocks

@@ -17,6 +17,7 @@ class Opening:
     engine: str = "auto"
     provider: str = "cpu"
     allow_fallback: bool = False
+    cuda_graphs: bool = False
     threads: int = 0
     prefix_cache_bytes: int = 0
     prompt_caches: Sequence[Path] = ()

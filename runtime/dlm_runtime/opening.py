@@ -26,6 +26,7 @@ def open(
     engine: str = "auto",
     provider: str = "cpu",
     allow_fallback: bool = False,
+    cuda_graphs: bool = False,
     threads: int = 0,
     library: str | Path | None = None,
     check_hashes: bool = True,
@@ -46,6 +47,9 @@ def open(
             GPU provider is chosen, the engine "auto" means "onnxruntime".
         allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
             ``Bundle.engine`` lists these nodes. If False, an EngineError is raised for such nodes.
+        cuda_graphs: If True, the provider "cuda" runs the passes of each shape as one CUDA graph.
+            The first pass of a shape takes longer. The bundle must be built for the target
+            ``cuda``.
         threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. If the value is
             larger than the number of cores that this process may use, the number of cores is used
             instead, and a DlmWarning is issued.
@@ -101,6 +105,7 @@ def open(
         provider=name.encode(),
         device=device,
         allow_fallback=int(allow_fallback),
+        cuda_graphs=int(cuda_graphs),
         provider_library=None if plugin is None else os.fsencode(plugin),
         threads=threads,
         prefix_cache_bytes=kept,

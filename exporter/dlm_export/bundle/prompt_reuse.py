@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of
-from dlm_export.graph import CACHED_ROWS, SEGMENTS
 from dlm_export.network.pass_plan import block_length_of
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.cache_dtypes import CACHE_ROWS
@@ -78,7 +77,7 @@ def prompt_reuse_of(manifest: Mapping[str, Any]) -> PromptReuse:
     refusal = None
     if visible_block is None:
         refusal = FULL_ATTENTION
-    elif not graph["ports"].keys() & {SEGMENTS, CACHED_ROWS}:
+    elif not graph["ports"].keys() & {"segments", "cached_rows"}:
         refusal = "its graph cannot compute several requests in one pass"
     page = page_tokens(visible_block)
     row = network_of(manifest).cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])

@@ -211,6 +211,7 @@ _RUN_OPTIONS = (
         callback=_check_provider,
     ),
     flag("--allow-fallback", help="Let the CPU run operators that the provider lacks."),
+    flag("--cuda-graphs", help="Run passes as CUDA graphs, with the provider cuda."),
     number("--threads", "Engine threads; 0 means all cores.", 0, 4096, default=0),
 )
 opening_group = group(

@@ -398,6 +398,8 @@ typedef struct dlm_open_options {
                                    (default): the path in $DLM_TENSORRT_RTX_PROVIDER, or
                                    libonnxruntime_providers_nv_tensorrt_rtx.so if this variable is
                                    not set */
+  int32_t cuda_graphs; /* 1: with provider "cuda", the passes of a shape run as one CUDA graph. 0
+                          (default): the driver starts each kernel of a pass separately */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
 

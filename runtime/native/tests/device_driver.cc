@@ -15,7 +15,7 @@
 //     max_batch         number of these requests that run at the same time
 //     steps             passes per block; 0: one pass per position
 //     cache, refresh, commit, score, remask, block, given, new, infill, rounds, threads, logits,
-//     engine, provider, device, allow_fallback
+//     engine, provider, device, allow_fallback, cuda_graphs
 //
 // The first line of the output is "open STATUS text". Then each thread prints a line "round STATUS
 // text" per round. Its text is "same" if both engines gave the same canvas or logits. The line
@@ -43,7 +43,7 @@ std::map<std::string, std::string> options = {
     {"rounds", "1"},     {"threads", "1"},  {"logits", "0"},         {"engine", "tensorrt"},
     {"provider", "cpu"}, {"device", "0"},   {"allow_fallback", "0"}, {"cycle", "1"},
     {"alternate", "0"},  {"refresh", "0"},  {"batch", "0"},          {"max_batch", "1"},
-    {"remask", "none"},  {"steps", "0"}};
+    {"remask", "none"},  {"steps", "0"},    {"cuda_graphs", "0"}};
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
@@ -212,6 +212,7 @@ int main(int argc, char** argv) {
   open.provider = options["provider"].c_str();
   open.device = number("device");
   open.allow_fallback = number("allow_fallback");
+  open.cuda_graphs = number("cuda_graphs");
   const dlm_status opened = argc > 1
                                 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle)
                                 : DLM_INVALID_ARGUMENT;

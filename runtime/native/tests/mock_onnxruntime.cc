@@ -18,8 +18,10 @@
 // calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
-// device, and all other arrays must be in host memory. If work is still queued on the engine's
-// streams when a pass starts, the pass does not see the results of this work.
+// device, and all other arrays must be in host memory. If a pass has a CUDA graph, all arrays must
+// be on the device, and must have the addresses and sizes that they had when the graph was
+// captured. If work is still queued on the engine's streams when a pass starts, the pass does not
+// see the results of this work.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -65,9 +67,13 @@ struct OrtTensorRTProviderOptionsV2 {
   std::map<std::string, std::string> given;
 };
 struct OrtCustomOpDomain {};
+struct OrtRunOptions {
+  std::map<std::string, std::string> entries;
+};
 struct OrtSessionOptions {
   std::vector<std::string> providers;
   int device = 0;
+  bool has_graphs = false;
   std::map<std::string, std::string> entries;
 };
 struct OrtTensorTypeAndShapeInfo {
@@ -95,7 +101,9 @@ struct OrtEpAssignedSubgraph {
 struct OrtSession {
   mock::Shape shape{};
   int cache_type = 0;
-  bool is_nan = false, is_recorded = false, chooses_rows = false;
+  bool is_nan = false, is_recorded = false, chooses_rows = false, has_graphs = false;
+  // For each CUDA graph, the address and size of each array.
+  std::map<std::string, std::map<std::string, std::pair<void*, size_t>>> graphs;
   std::string provider;  // the provider that runs the denoiser
   int device = 0;
   std::vector<std::pair<std::string, OrtTypeInfo>> inputs, outputs;
@@ -233,6 +241,7 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   session->is_recorded = is_set("session.record_ep_graph_assignment_info");
   session->provider = options->providers.empty() ? kCpu : options->providers.front();
   session->device = options->device;
+  session->has_graphs = options->has_graphs;
   if (session->provider == "CUDAExecutionProvider" && !is_set("ep.cuda.fpa_intb_gemm"))
     return refuse("fast kernels for MatMulNBits are off");
   if (OrtStatus* const failure = read_graph(path, *options, session.get())) return failure;
@@ -242,8 +251,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
 
 // Returns a pointer to a value's bytes in the provider's memory. If the value is in the wrong
 // memory, counts an error and returns nullptr.
-void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
-  const bool on_device = is_cache && session.provider != kCpu;
+void* view(const OrtSession& session, const OrtValue& value, bool is_on_device) {
+  const bool on_device = is_on_device && session.provider != kCpu;
   const bool is_there = on_device
                             ? value.where.name == "Cuda" && value.where.device == session.device
                             : value.where.name == "Cpu";
@@ -321,7 +330,7 @@ void denoise_requests(const mock::Shape& shape, const mock::Pass& pass, const in
   }
 }
 
-OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* input_names,
+OrtStatus* run(OrtSession* session, const OrtRunOptions* options, const char* const* input_names,
                const OrtValue* const* inputs, size_t input_count, const char* const* output_names,
                size_t output_count, OrtValue** outputs) {
   if (OrtStatus* const failure = noted("Run")) return failure;
@@ -334,9 +343,19 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
                 cached = size("past_key.0", 2);
   const int64_t rows = size("score_rows", 1);
   for (size_t i = 0; i < output_count; ++i) values[output_names[i]] = outputs[i];
+  std::string graph = "-1";
+  if (options != nullptr) graph = options->entries.at("gpu_graph_id");
+  if (session->has_graphs != (options != nullptr)) return refuse("a run without its options");
+  if (graph != "-1") {
+    std::map<std::string, std::pair<void*, size_t>> arrays;
+    for (const auto& [name, value] : values) arrays[name] = {value->data, value->bytes};
+    const auto [found, is_new] = session->graphs.try_emplace(graph, arrays);
+    mock::note(is_new ? "captured" : found->second == arrays ? "replayed" : "stale_graph");
+  }
   std::map<std::string, uint8_t*> data;
   for (const auto& [name, value] : values) {
-    const bool is_cache = name.compare(0, 5, "past_") == 0 || name.compare(0, 8, "present_") == 0;
+    const bool is_cache =
+        graph != "-1" || name.compare(0, 5, "past_") == 0 || name.compare(0, 8, "present_") == 0;
     data[name] = static_cast<uint8_t*>(view(*session, *value, is_cache));
     if (data[name] == nullptr && value->bytes > 0) return refuse("outside of memory: " + name);
     size_t bytes = element_bytes(value->type);
@@ -439,6 +458,8 @@ OrtStatus* append(OrtSessionOptions* options, const Options* given, const char* 
   if (OrtStatus* const failure = noted("AppendProvider")) return failure;
   options->providers.push_back(provider);
   options->device = std::stoi(given->given.at("device_id"));
+  const auto graphs = given->given.find("enable_cuda_graph");
+  options->has_graphs = graphs != given->given.end() && graphs->second == "1";
   return nullptr;
 }
 
@@ -545,6 +566,16 @@ void fill_table() {
   put<ReleaseEnv>([](OrtEnv* one) { delete one; });
   put<ReleaseStatus>([](OrtStatus* one) { delete one; });
   put<ReleaseMemoryInfo>([](OrtMemoryInfo* one) { delete one; });
+  put<CreateRunOptions>([](OrtRunOptions** out) -> OrtStatus* {
+    *out = new OrtRunOptions;
+    return nullptr;
+  });
+  put<AddRunConfigEntry>(
+      [](OrtRunOptions* options, const char* key, const char* value) -> OrtStatus* {
+        options->entries[key] = value;
+        return nullptr;
+      });
+  put<ReleaseRunOptions>([](OrtRunOptions* one) { delete one; });
   put<ReleaseSession>([](OrtSession* one) { delete one; });
   put<ReleaseValue>([](OrtValue* one) { delete one; });
   put<ReleaseTypeInfo>([](OrtTypeInfo* one) { delete one; });

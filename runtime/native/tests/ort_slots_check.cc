@@ -85,6 +85,9 @@ CHECK_SLOT_OF(SessionGetOptionalInputTypeInfo, SessionGetOverridableInitializerT
 CHECK_SLOT(SessionGetInputName);
 CHECK_SLOT(SessionGetOutputName);
 CHECK_SLOT_OF(SessionGetOptionalInputName, SessionGetOverridableInitializerName);
+CHECK_SLOT(CreateRunOptions);
+CHECK_SLOT(AddRunConfigEntry);
+CHECK_SLOT(ReleaseRunOptions);
 CHECK_SLOT(CreateTensorWithDataAsOrtValue);
 CHECK_SLOT(GetTensorMutableData);
 CHECK_SLOT(CastTypeInfoToTensorInfo);

@@ -43,7 +43,8 @@ dlm_open_options default_open_options() {
 dlm::ProviderChoice provider_of(const dlm_open_options& options) {
   return {options.provider == nullptr ? "" : options.provider, options.device,
           options.allow_fallback != 0,
-          options.provider_library == nullptr ? "" : options.provider_library};
+          options.provider_library == nullptr ? "" : options.provider_library,
+          options.cuda_graphs != 0};
 }
 
 // On GPUs, all layers keep the rows of all positions, in order. The graph masks the rows outside of
@@ -87,6 +88,9 @@ std::string choose_engine(const dlm_open_options& options) {
         DLM_INVALID_ARGUMENT,
         "provider \"%.40s\" is for engine \"onnxruntime\": engine \"tensorrt\" runs engine files",
         provider.name.c_str());
+  if (provider.cuda_graphs && provider.name != "cuda")
+    dlm::fail(DLM_INVALID_ARGUMENT, "cuda_graphs is for provider \"cuda\", not for \"%.40s\"",
+              provider.name.c_str());
   return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }
 

@@ -239,7 +239,6 @@ void Arena::add_segments(const Part& part, int64_t first) {
 }
 
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
-  memory_->finish();  // the copies of the last pass read fresh_
   bool has_past = false, keeps = false;
   segments_.clear();
   window_rows_.segments.clear();
@@ -272,6 +271,7 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
     }
   }
   pointers_.put(pass, has_past, keeps);
+  memory_->finish();
   engine_.run(pass, segments_, window_rows_);
   if (keeps) keep_new(pass, parts);
 }

@@ -27,8 +27,7 @@ class RowMemory {
   // Copies bytes from host memory, which must stay as it is until finish() is called.
   virtual void write(const std::byte* host, std::byte* to, size_t bytes) = 0;
 
-  // Waits until all copies are finished. Call finish() before a pass reads the memory,
-  // and before a block is freed.
+  // Waits until all copies are finished. Call finish() before a pass reads the memory.
   virtual void finish() {}
 };
 

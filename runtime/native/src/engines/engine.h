@@ -327,6 +327,7 @@ struct ProviderChoice {
   int32_t device = 0;
   bool allow_fallback = false;
   std::string library{};  // provider_library
+  bool cuda_graphs = false;
 
   bool is_gpu() const { return name != "cpu"; }
 };

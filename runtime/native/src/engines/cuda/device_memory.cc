@@ -34,6 +34,7 @@ class DeviceMemory final : public RowMemory {
     auto* const address = reinterpret_cast<std::byte*>(made->device(0));
     return {address, [made = std::move(made), this](std::byte*) mutable {
               const CudaDevice::Use use(device_, std::nothrow);
+              cuda_.cuStreamSynchronize(stream_.get());  // copies may still use the memory
               made.reset();
             }};
   }

@@ -11,11 +11,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -28,10 +30,12 @@
 #include "engines/cuda/device_memory.h"
 #include "engines/engine.h"
 #include "engines/graph_check.h"
+#include "engines/onnxruntime/captured_pass.h"
 #include "engines/onnxruntime/custom_op.h"
 #include "engines/onnxruntime/ort_api.h"
 #include "engines/onnxruntime/ort_handles.h"
 #include "engines/onnxruntime/ort_provider.h"
+#include "engines/onnxruntime/row_choice.h"
 #include "kernels/kernels.h"
 
 namespace dlm {
@@ -122,27 +126,10 @@ struct Values {
   std::vector<const char*> output_names;
 };
 
-// The cached rows that a pass on a GPU reads, and the request to which each row and each new token
-// belongs.
-struct RowChoice {
-  std::vector<int64_t> rows, requests, of_tokens;
-};
-
-// Lists the rows of a pass. Without segments, the pass reads all cached rows.
-RowChoice choose_rows(const dlm_pass& pass, const std::vector<Segment>& segments) {
-  RowChoice chosen{{}, {}, std::vector<int64_t>(static_cast<size_t>(pass.tokens), 0)};
-  const std::vector<Segment> whole = {{0, pass.cached, 0, pass.tokens}};
-  const std::vector<Segment>& all = segments.empty() ? whole : segments;
-  int64_t request = -1, first = -1;
-  for (const Segment& segment : all) {
-    if (std::exchange(first, segment.first) != segment.first) ++request;
-    for (int64_t row = segment.start; row < segment.start + segment.cached; ++row)
-      chosen.rows.push_back(row);
-    chosen.requests.resize(chosen.rows.size(), request);
-    std::fill_n(chosen.of_tokens.begin() + first, segment.tokens, request);
-  }
-  return chosen;
-}
+// In a captured pass, the numbers of scored rows and of cached rows are rounded up to these steps.
+// ONNX Runtime never frees a CUDA graph, so only the first shapes of passes are captured.
+constexpr size_t kRowStep = 8, kCachedStep = 64, kMostCaptured = 128;
+constexpr int kNotCaptured = -1;  // the number of ONNX Runtime for passes without a CUDA graph
 
 class OnnxRuntime final : public HostEngine {
  public:
@@ -164,6 +151,12 @@ class OnnxRuntime final : public HostEngine {
                                              memory_.out()));
     open_session(threads, provider);
     chooses_rows_ = has_input(graph_.ports.cached_rows);
+    captures_ = provider.cuda_graphs;
+    if (captures_ && !chooses_rows_)
+      throw Error(DLM_UNSUPPORTED,
+                  path_ +
+                      ": CUDA graphs need a bundle that was built with --target cuda, and a "
+                      "denoiser without a window in cached layers (cuda_graphs)");
     if (chooses_rows_)
       for (const std::string* const name :
            {&graph_.ports.cached_rows, &graph_.ports.cached_requests, &graph_.ports.token_requests})
@@ -178,6 +171,14 @@ class OnnxRuntime final : public HostEngine {
     input_names_.push_back(graph_.ports.segments.c_str());
     input_names_.push_back(graph_.ports.window_segments.c_str());
   }
+
+  ~OnnxRuntime() override {
+    if (!device_) return;
+    const CudaDevice::Use use(*device_, std::nothrow);
+    captured_.clear();
+  }
+  OnnxRuntime(const OnnxRuntime&) = delete;
+  OnnxRuntime& operator=(const OnnxRuntime&) = delete;
 
   std::string description() const override {
     const std::string name = "onnxruntime " + library_.version;
@@ -208,11 +209,75 @@ class OnnxRuntime final : public HostEngine {
   void run(const dlm_pass& pass, const std::vector<Segment>& segments,
            const WindowRows& window) override {
     check_pass(pass);
+    RowChoice chosen;
+    if (chooses_rows_) chosen = choose_rows(pass, segments);
+    if (captures_ && pass.batch == 1 && pass.logits == nullptr && graph_.conditioning_size == 0)
+      run_captured(pass, std::move(chosen));
+    else
+      run_arrays(pass, segments, window, Lists(chosen), memory_.get(), kNotCaptured);
+    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
+  }
+
+ protected:
+  std::unique_ptr<RowMemory> make_row_memory() override {
+    return device_ ? make_device_memory(*device_) : HostEngine::make_row_memory();
+  }
+
+ private:
+  const ort::Api& api() const { return library_.api; }
+
+  // The addresses and sizes of the lists of a RowChoice, in the order of the graph's inputs.
+  struct Lists {
+    explicit Lists(const RowChoice& rows)
+        : data{rows.rows.data(), rows.requests.data(), rows.of_tokens.data()},
+          sizes{rows.rows.size(), rows.requests.size(), rows.of_tokens.size()} {}
+    std::array<const void*, 3> data;
+    std::array<size_t, 3> sizes;
+  };
+
+  // Runs a pass with the CUDA graph of its shape. The first pass of a shape captures the graph.
+  void run_captured(const dlm_pass& pass, RowChoice chosen) {
+    // ONNX Runtime cannot run two passes of such a session at the same time.
+    const std::lock_guard<std::mutex> lock(capturing_);
+    const CudaDevice::Use use(*device_);
+    dlm_pass padded = pass;
+    padded.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
+    RowChoice rows = chosen;
+    rows.pad(rounded_up(rows.rows.size(), kCachedStep));
+    const auto address = [](const void* const* list) {
+      return list == nullptr ? uint64_t{0} : reinterpret_cast<uintptr_t>(list[0]);
+    };
+    const PassShape shape = {static_cast<uint64_t>(pass.tokens),
+                             static_cast<uint64_t>(pass.cached),
+                             static_cast<uint64_t>(padded.rows),
+                             rows.rows.size(),
+                             address(pass.past_keys),
+                             address(pass.present_keys),
+                             pass.entropy != nullptr};
+    auto found = captured_.find(shape);
+    if (found == captured_.end() && captured_.size() < kMostCaptured)
+      found = captured_
+                  .try_emplace(shape, *device_, padded, rows, graph_.top_k,
+                               static_cast<int>(captured_.size()))
+                  .first;
+    if (found == captured_.end())
+      return run_arrays(pass, {}, {}, Lists(chosen), memory_.get(), kNotCaptured);
+    CapturedPass& captured = found->second;
+    captured.upload(pass, rows);
+    Lists lists(rows);
+    for (int i = 0; i < 3; ++i) lists.data[i] = captured.device_list(i);
+    run_arrays(captured.on_device(padded), {}, {}, lists, device_memory_.get(), captured.id());
+    captured.download(pass);
+  }
+
+  // Runs a pass. Keys and values are in the memory of the context. All other arrays are in `host`,
+  // which is the device's memory if the pass is captured. Otherwise, ONNX Runtime copies these
+  // arrays. `graph_id` is the number of the CUDA graph, or kNotCaptured.
+  void run_arrays(const dlm_pass& pass, const std::vector<Segment>& segments,
+                  const WindowRows& window, const Lists& chosen, const OrtMemoryInfo* host,
+                  int graph_id) {
     Values values;
-    // Keys and values are in the memory of the context. All other arrays are in host memory, and
-    // ONNX Runtime copies them.
-    const OrtMemoryInfo* const host = memory_.get();
-    const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
+    const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : memory_.get();
     // The C API has no function that makes a read-only tensor from the caller's memory. This cast
     // removes const, which is safe because ONNX Runtime only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
@@ -247,23 +312,26 @@ class OnnxRuntime final : public HostEngine {
       read(conditioning, pass.conditioning), read(conditioning + 1, pass.temperature);
       write(next_conditioning, pass.next_conditioning);
     }
-    const auto add_list = [&](Port port, const auto& list) {
-      port.dims[0] = static_cast<int64_t>(list.size());
-      add_input(port, list.data(), host);
+    const auto add_list = [&](Port port, const void* data, size_t size) {
+      port.dims[0] = static_cast<int64_t>(size);
+      add_input(port, data, host);
     };
-    RowChoice chosen;
     if (chooses_rows_) {
-      chosen = choose_rows(pass, segments);
-      const Port* const ports = &ports_.inputs[ports_.inputs.size() - 3];
-      add_list(ports[0], chosen.rows);
-      add_list(ports[1], chosen.requests);
-      add_list(ports[2], chosen.of_tokens);
+      const Port* const ports = &ports_.inputs[ports_.inputs.size() - chosen.data.size()];
+      for (size_t i = 0; i < chosen.data.size(); ++i)
+        add_list(ports[i], chosen.data[i], chosen.sizes[i]);
     } else if (!segments.empty()) {
-      add_list(segments_port(), segments);
-      if (has_window_) add_list(segments_port(), window.segments);
+      add_list(segments_port(), segments.data(), segments.size());
+      if (has_window_) add_list(segments_port(), window.segments.data(), window.segments.size());
+    }
+    Owned<OrtRunOptions, ort::ReleaseRunOptions> options(api());
+    if (captures_) {
+      set(api().call<ort::CreateRunOptions>(options.out()));
+      set(api().call<ort::AddRunConfigEntry>(options.get(), "gpu_graph_id",
+                                             std::to_string(graph_id).c_str()));
     }
     OrtStatus* const reported = api().call<ort::Run>(
-        session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(),
+        session_.get(), static_cast<const OrtRunOptions*>(options.get()), input_names_.data(),
         values.inputs.data(), values.inputs.size(), values.output_names.data(),
         values.outputs.size(), values.outputs.data());
     if (reported != nullptr)
@@ -273,16 +341,7 @@ class OnnxRuntime final : public HostEngine {
                        std::to_string(pass.rows) + " rows",
                    "give fewer tokens, a smaller block_length or max_batch");
     check(api(), reported, "a pass of the denoiser failed");
-    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
   }
-
- protected:
-  std::unique_ptr<RowMemory> make_row_memory() override {
-    return device_ ? make_device_memory(*device_) : HostEngine::make_row_memory();
-  }
-
- private:
-  const ort::Api& api() const { return library_.api; }
 
   using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
 
@@ -521,6 +580,9 @@ class OnnxRuntime final : public HostEngine {
   const bool has_window_ = window_of(cache_) > 0;
   bool has_segments_ = false;  // the graph has the input "segments"
   bool chooses_rows_ = false;  // the graph has the inputs that choose cached rows
+  bool captures_ = false;      // passes run as CUDA graphs
+  std::mutex capturing_;
+  std::map<PassShape, CapturedPass> captured_;
   std::vector<const char*> input_names_;
 };
 

@@ -75,12 +75,13 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
   check_added(api, api.call<Append>(options, static_cast<const Object*>(made.get())), provider);
 }
 
-void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
+void add_cuda(const ort::Api& api, const ProviderChoice& choice, OrtSessionOptions* options) {
   // Without use_tf32 = 0, CUDA would round fp32 to TensorFloat-32, which has only ten bits of
   // fraction. With kSameAsRequested, the memory arena grows only by the amount that a pass needs.
-  const Options given = {{"device_id", std::to_string(device)},
+  const Options given = {{"device_id", std::to_string(choice.device)},
                          {"use_tf32", "0"},
-                         {"arena_extend_strategy", "kSameAsRequested"}};
+                         {"arena_extend_strategy", "kSameAsRequested"},
+                         {"enable_cuda_graph", choice.cuda_graphs ? "1" : "0"}};
   // Without this key, MatMulNBits converts the whole matrix to fp16 in each pass. Versions of ONNX
   // Runtime without the kernels ignore the key.
   check(api, api.call<ort::AddSessionConfigEntry>(options, "ep.cuda.fpa_intb_gemm", "1"),
@@ -193,12 +194,12 @@ void check_provider_there(const ort::Api& api, const std::string& version,
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
                   const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options) {
   if (is_plugin(provider)) return add_plugin(api, provider, choice, device, env, options);
-  if (is(provider, "cuda")) return add_cuda(api, choice.device, options);
+  if (is(provider, "cuda")) return add_cuda(api, choice, options);
   const Options given = {{"device_id", std::to_string(choice.device)}};
   add<ort::CreateTensorRtProviderOptions, ort::UpdateTensorRtProviderOptions,
       ort::AppendTensorRtProvider, ort::ReleaseTensorRtProviderOptions,
       OrtTensorRTProviderOptionsV2>(api, provider, given, options);
-  if (choice.allow_fallback) add_cuda(api, choice.device, options);
+  if (choice.allow_fallback) add_cuda(api, choice, options);
 }
 
 std::string left_behind(const ort::Api& api, const OrtSession* session, const Provider& provider) {

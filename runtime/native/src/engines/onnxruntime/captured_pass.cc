@@ -1,0 +1,86 @@
+#include "engines/onnxruntime/captured_pass.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engines/cuda/device_cache.h"
+
+namespace dlm {
+namespace {
+
+// Copies `count` numbers, which may be 0, if there is a place for them.
+template <class Number>
+void copy(const Number* from, size_t count, void* to) {
+  if (to != nullptr && count > 0) std::memcpy(to, from, count * sizeof(Number));
+}
+
+}  // namespace
+
+CapturedPass::CapturedPass(const CudaDevice& device, const dlm_pass& pass, const RowChoice& rows,
+                           int32_t top_k, int id)
+    : device_(device),
+      rows_(pass.rows),
+      top_k_(top_k),
+      id_(id),
+      offsets_(lay_out([&] {
+        const size_t tokens = 8 * static_cast<size_t>(pass.tokens), cached = 8 * rows.rows.size(),
+                     scored = static_cast<size_t>(pass.rows),
+                     candidates = 4 * scored * static_cast<size_t>(top_k);
+        return std::vector<size_t>{tokens, tokens,     8 * scored, cached,     cached,
+                                   tokens, candidates, candidates, candidates, 4 * scored};
+      }())),
+      device_memory_(device.cuda(), CudaMemory::Kind::device, offsets_.back()),
+      host_memory_(device.cuda(), CudaMemory::Kind::pinned, offsets_.back()),
+      stream_(create_stream(device.cuda())) {}
+
+void CapturedPass::upload(const dlm_pass& pass, const RowChoice& rows) {
+  const auto put = [&](Part part, const auto& from, size_t count) {
+    copy(from, count, host_memory_.host(offsets_[part]));
+  };
+  const auto tokens = static_cast<size_t>(pass.tokens);
+  put(kIds, pass.input_ids, tokens);
+  put(kPositions, pass.position_ids, tokens);
+  auto* const scored = reinterpret_cast<int64_t*>(host_memory_.host(offsets_[kScoreRows]));
+  std::fill(std::copy_n(pass.score_rows, pass.rows, scored), scored + rows_, 0);
+  put(kRows, rows.rows.data(), rows.rows.size());
+  put(kRequests, rows.requests.data(), rows.requests.size());
+  put(kOfTokens, rows.of_tokens.data(), tokens);
+  const Cuda& cuda = device_.cuda();
+  cuda.check(cuda.cuMemcpyHtoDAsync_v2(device_memory_.device(0), host_memory_.host(0),
+                                       offsets_[kTokens], stream_.get()),
+             "cuMemcpyHtoDAsync");
+  // ONNX Runtime uses another stream.
+  cuda.check(cuda.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+}
+
+dlm_pass CapturedPass::on_device(const dlm_pass& pass) const {
+  dlm_pass moved = pass;
+  moved.rows = rows_;
+  moved.input_ids = static_cast<const int64_t*>(address(kIds));
+  moved.position_ids = static_cast<const int64_t*>(address(kPositions));
+  moved.score_rows = static_cast<const int64_t*>(address(kScoreRows));
+  moved.top_tokens = static_cast<int32_t*>(address(kTokens));
+  moved.top_probs = static_cast<float*>(address(kProbs));
+  moved.top_log_odds = static_cast<float*>(address(kLogOdds));
+  moved.entropy = static_cast<float*>(address(kEntropy));
+  return moved;
+}
+
+void CapturedPass::download(const dlm_pass& pass) {
+  const Cuda& cuda = device_.cuda();
+  const size_t first = offsets_[kTokens], bytes = offsets_[kEnd] - first;
+  cuda.check(cuda.cuMemcpyDtoHAsync_v2(host_memory_.host(first), device_memory_.device(first),
+                                       bytes, stream_.get()),
+             "cuMemcpyDtoHAsync");
+  cuda.check(cuda.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+  const auto take = [&](Part part, auto* to, size_t count) {
+    copy(reinterpret_cast<const decltype(to)>(host_memory_.host(offsets_[part])), count, to);
+  };
+  const auto rows = static_cast<size_t>(pass.rows), candidates = rows * static_cast<size_t>(top_k_);
+  take(kTokens, pass.top_tokens, candidates);
+  take(kProbs, pass.top_probs, candidates);
+  take(kLogOdds, pass.top_log_odds, candidates);
+  take(kEntropy, pass.entropy, rows);
+}
+
+}  // namespace dlm
