@@ -7,6 +7,7 @@ length before scaling, except for the kind ``dynamic``.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.families.rope_config import read_rope
 from dlm_export.network.denoiser import cosines_and_sines
-from dlm_export.network.rope_scaling import HIGHEST, LOWEST, Dynamic, Llama3, RotaryTable, Yarn
+from dlm_export.network.rope_scaling import (
+    HIGHEST,
+    LOWEST,
+    Dynamic,
+    Llama3,
+    RotaryTable,
+    Yarn,
+    scaling_from,
+)
 from dlm_export.network.spec import AttentionSpec, rotary_table
 from dlm_runtime.manifest import schema, validator
 
@@ -105,8 +114,26 @@ def test_a_scaling_is_valid_in_a_manifest(rope: str, tmp_path: Path) -> None:
     rule = layer["properties"]["attention"]["properties"]["rope"]
     check = validator().evolve(schema=rule)
     check.validate(json.loads(json.dumps(described)))
-    assert not check.is_valid(described | {"scaling": described["scaling"] | {"factor": 0}})
-    assert not check.is_valid(described | {"scaling": described["scaling"] | {"other": 1}})
+    assert not check.is_valid(described | {"scaling": {"factor": 2.0}})
+    assert asdict(scaling_from(described["scaling"])) == described["scaling"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kind": "spiral"}, "scaling 'spiral' is not one of linear, dynamic, llama3, yarn"),
+        ({"other": 1}, "scaling yarn has the fields kind, factor, original_length, .*'other'"),
+        ({"factor": 0}, "factor must be a number between 1e-06 and 1e.06, found 0"),
+        ({"factor": "8"}, "factor must be a number between 1e-06 and 1e.06, found '8'"),
+        ({"factor": True}, "factor must be a number .* found True"),
+        ({"original_length": 16.5}, "original_length must be an integer .* 16777216, found 16.5"),
+        ({"original_length": 1 << 25}, "original_length must be an integer .* found 33554432"),
+        ({"truncate": 1}, "truncate must be true or false, found 1"),
+    ],
+)
+def test_a_wrong_scaling_of_a_manifest_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        scaling_from(asdict(Yarn(8.0, 16, 1.0, 32.0, 1.0, True)) | changes)
 
 
 # ---- Tables ----
@@ -293,7 +320,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a factor below 1": (
         {"rope_type": "linear", "factor": 0.5},
-        "factor must be between 1 and 1e",
+        "factor must be a number between 1 and 1e",
     ),
     "a factor of nothing": (
         YARN | {"factor": 0},

@@ -484,6 +484,18 @@ LOOP: list[Case] = [
         engine=None,
     ),
     Case(
+        "a scaling of positions that nobody knows",
+        put("network", "layers", 0, "attention", "rope", "scaling", {"kind": "spiral"}),
+        "network: scaling 'spiral' is not one of linear",
+        engine=None,
+    ),
+    Case(
+        "a scaling of positions without numbers",
+        put("network", "layers", 0, "attention", "rope", "scaling", {"kind": "yarn"}),
+        "network: scaling yarn has the fields kind, factor",
+        engine=None,
+    ),
+    Case(
         "a tokenizer that is not listed",
         put("tokenizer", "../tokenizer.json"),
         "tokenizer: '../tokenizer.json' does not match",

@@ -35,6 +35,7 @@ def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
         opened.check_text()
         manifest = opened.manifest
     check_manifest(manifest, folder)
+    network_of(manifest, folder)
     return manifest
 
 
@@ -120,10 +121,11 @@ def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
     return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 
-def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """Read the description of the network from a checked manifest.
+def network_of(manifest: Mapping[str, Any], folder: Path = Path()) -> NetworkSpec:
+    """Read the description of the network from a checked manifest of the bundle in ``folder``.
 
-    Raises BundleError if the shapes of the network's layers contradict each other.
+    Raises BundleError if the shapes of the network's layers contradict each other, or if a scaling
+    of rotary positions is invalid.
     """
     try:
         return NetworkSpec.from_dict(
@@ -132,7 +134,8 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
             | {"unused_tokens": manifest["loop"].get("unused_tokens", [])}
         )
     except ValueError as err:
-        raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
+        place = folder / MANIFEST_FILE
+        raise BundleError(f"{place}: network: {err}. Build the bundle again.") from err
 
 
 def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:

@@ -16,16 +16,14 @@ import reprlib
 from typing import Any, NoReturn
 
 from dlm_export.checkpoints.folder import CheckpointError, Config
-from dlm_export.network.rope_scaling import KINDS as SCALINGS
+from dlm_export.network import rope_scaling
 from dlm_export.network.rope_scaling import Dynamic, Linear, Llama3, QueryScale, Scaling, Yarn
 from dlm_export.network.spec import Rope
 
 OBJECTS = ("rope_scaling", "rope_parameters")
 LENGTH, ORIGINAL_LENGTH = "max_position_embeddings", "original_max_position_embeddings"
-KINDS = ("default", *SCALINGS)
+KINDS = ("default", *rope_scaling.KINDS)
 """The supported values of ``rope_type``."""
-LONGEST = 1 << 24
-"""The largest number of positions."""
 
 
 def read_rope(config: Config, has_query_scale: bool = False) -> Rope:
@@ -152,8 +150,9 @@ class _Settings:
             self.refuse(
                 f"{name} is missing, and a guess would change what the network computes. Add it."
             )
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST:
-            self.refuse(f"{name} must be an integer in 1..{LONGEST}, found {reprlib.repr(value)}")
+        longest = rope_scaling.LONGEST
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= longest:
+            self.refuse(f"{name} must be an integer in 1..{longest}, found {reprlib.repr(value)}")
         return value
 
     def _refuse_both(self, name: str, first: object, key: str, second: object) -> NoReturn:

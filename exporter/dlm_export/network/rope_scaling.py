@@ -10,6 +10,7 @@ canvas in the part of the training that used no scaling. This module does not im
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,14 @@ import numpy as np
 
 LOWEST, HIGHEST = 1e-6, 1e6
 """Limits of the numbers in a scaling's description. Between these limits, no formula overflows."""
+LONGEST = 1 << 24
+"""The largest number of positions."""
+_VALUES: dict[str, tuple[str, tuple[type, ...], float, float]] = {
+    "float": ("a number between {low:g} and {high:g}", (int, float), LOWEST, HIGHEST),
+    "int": ("an integer between {low} and {high}", (int,), 1, LONGEST),
+    "bool": ("true or false", (bool,), False, True),
+}
+"""Maps the type of a field to a description, Python types, and the smallest and largest value."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +43,16 @@ class Scaling(ABC):
     factor: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a number is out of range."""
+        """Raises ValueError if a field has a wrong type or is out of range."""
         for each in fields(self):
-            if each.type == "float":
-                low = self.lowest_factor if each.name == "factor" else LOWEST
-                value = getattr(self, each.name)
-                if not low <= value <= HIGHEST:
-                    raise ValueError(
-                        f"{each.name} must be between {low:g} and {HIGHEST:g}, found {value:g}"
-                    )
+            if each.name == "kind":
+                continue
+            wanted, types, low, high = _VALUES[str(each.type)]
+            low = self.lowest_factor if each.name == "factor" else low
+            value = getattr(self, each.name)
+            if type(value) not in types or not low <= value <= high:
+                wanted = wanted.format(low=low, high=high)
+                raise ValueError(f"{each.name} must be {wanted}, found {reprlib.repr(value)}")
 
     @abstractmethod
     def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
@@ -200,9 +210,18 @@ KINDS: dict[str, type[Scaling]] = {kind.kind: kind for kind in (Linear, Dynamic,
 
 
 def scaling_from(values: Mapping[str, Any]) -> Scaling:
-    """Read a description from the fields of a scaling. Raises ValueError."""
-    numbers = {name: value for name, value in values.items() if name != "kind"}
-    return KINDS[values["kind"]](**numbers)
+    """Read a description from the fields of a scaling.
+
+    Raises ValueError for an unknown kind, and for missing, unknown and invalid fields.
+    """
+    kind = values["kind"]
+    if kind not in KINDS:
+        raise ValueError(f"scaling {reprlib.repr(kind)} is not one of {', '.join(KINDS)}")
+    names = [each.name for each in fields(KINDS[kind])]
+    if values.keys() != set(names):
+        found = ", ".join(map(reprlib.repr, list(values)[:9]))
+        raise ValueError(f"scaling {kind} has the fields {', '.join(names)}, found {found}")
+    return KINDS[kind](**{name: value for name, value in values.items() if name != "kind"})
 
 
 @dataclass(frozen=True)
