@@ -2,14 +2,13 @@
 // All requests share one memory area, the arena, which stores the cache rows of all canvases.
 //
 // The lists of canvases, of places in the arena and of segments have the same order: by member,
-// then by canvas. A member owns its places in the arena until the member is destroyed. Requests
-// whose tokens are equal from the start share the pages of the arena that store the rows of these
-// tokens. Requests never share the rows of different tokens. If no request has computed the rows of
-// a prompt, they can come from a prompt cache that contains the same tokens.
+// then by canvas. A member owns its places in the arena until the member is destroyed.
+// decode/prefix_reuse.h finds the stored rows that a member need not compute.
 #include <algorithm>
 
 #include "cache/arena.h"
 #include "decode/pass_maker.h"
+#include "decode/prefix_reuse.h"
 
 namespace dlm {
 namespace {
@@ -44,15 +43,15 @@ class SharedPasses final : public PassMaker {
       : PassMaker(rows, dlm::page_rows(denoiser.visible_block), most_tokens),
         denoiser_(denoiser),
         arena_(std::move(arena)),
-        files_(files) {}
+        prefix_(*arena_, files, page_rows()) {}
 
   bool has_room(const Request& request) const override {
-    return arena_->has_room(wanted_by(request));
+    return arena_->has_room(prefix_.wanted_by(request));
   }
 
   std::unique_ptr<Member> start(Request& request, const PassLimits& limits) override {
-    auto member = std::make_unique<SharingMember>(request, *arena_, wanted_by(request));
-    adopt(*member, member->exact);
+    auto member = std::make_unique<SharingMember>(request, *arena_, prefix_.wanted_by(request));
+    prefix_.adopt(request, member->places, member->exact);
     if (member->reused > 0) request.skip_stored(member->reused);
     request.split_prefill(limits.most_tokens, limits.most_ms, limits.cost);
     return member;
@@ -62,9 +61,9 @@ class SharedPasses final : public PassMaker {
     auto& member = static_cast<SharingMember&>(which);
     Request& request = member.request;
     if (!request.is_filling() || member.exact < request.stage().rows.first) return;
-    const int32_t stored = wanted_by(request).front().stored;
+    const int32_t stored = prefix_.wanted_by(request).front().stored;
     if (stored <= request.stage().rows.first) return;
-    adopt(member, stored);
+    prefix_.adopt(request, member.places, stored);
     member.reused += stored - request.stage().rows.first;
     member.exact = stored;
     request.skip_stored(stored);
@@ -83,9 +82,11 @@ class SharedPasses final : public PassMaker {
       const bool is_long = more.tokens > limits.most_tokens ||
                            (limits.most_ms > 0 && limits.cost.of(more) > limits.most_ms);
       if (!chosen.empty() && (is_long || logits > kMostLogits)) continue;
-      if (std::any_of(chosen.begin(), chosen.end(),
-                      [&](size_t other) { return fill_alike(*members[number], *members[other]); }))
-        continue;
+      const auto fills_alike = [&](size_t other) {
+        const auto& chosen_one = static_cast<const SharingMember&>(*members[other]);
+        return prefix_.fill_alike(members[number]->request, chosen_one.request, chosen_one.exact);
+      };
+      if (std::any_of(chosen.begin(), chosen.end(), fills_alike)) continue;
       chosen.push_back(number);
       load = more;
       has_logits = wants_logits;
@@ -142,58 +143,9 @@ class SharedPasses final : public PassMaker {
   uint64_t prefix_bytes() const override { return arena_->shared_bytes(); }
 
  private:
-  // Returns true if both members would compute the rows of the same page next, because their tokens
-  // are equal. Then `one` can wait until `other` has stored the page.
-  bool fill_alike(const Member& one, const Member& other) const {
-    const Request &mine = one.request, &theirs = other.request;
-    if (!arena_->shares() || !mine.is_filling() || !theirs.is_filling()) return false;
-    const int32_t from = mine.stage().rows.first, end = from + page_rows();
-    if (mine.prefix_group() != theirs.prefix_group() || from != theirs.stage().rows.first ||
-        end > std::min(mine.reusable(), theirs.reusable()) ||
-        static_cast<const SharingMember&>(other).exact < from ||
-        mine.canvases() > theirs.canvases())
-      return false;
-    for (size_t number = 0; number < mine.canvases(); ++number)
-      if (!std::equal(mine.canvas(number).begin(), mine.canvas(number).begin() + end,
-                      theirs.canvas(number).begin()))
-        return false;
-    return true;
-  }
-
-  void adopt(const SharingMember& member, int32_t stored) {
-    for (size_t number = 0; number < member.places.size(); ++number) {
-      const std::vector<int32_t>& tokens = member.request.canvas(number);
-      arena_->adopt(member.places[number], tokens, stored,
-                    files_.find(tokens, stored, page_rows()));
-    }
-  }
-
-  // Lists the canvases of a request. For each canvas, the result says how many leading tokens have
-  // stored rows. All canvases of a request run the same passes, so this number is the same for all
-  // of them.
-  std::vector<Arena::Wanted> wanted_by(const Request& request) const {
-    const int32_t rows = request.has_cache() ? request.longest() : 0;
-    int32_t stored = request.reusable();
-    // In layers with a window, a shorter part of a prompt may lack rows that a longer part does not
-    // need. So if a canvas lowers `stored`, ask the other canvases again.
-    for (int32_t before = -1; before != stored;) {
-      before = stored;
-      for (size_t number = 0; number < request.canvases(); ++number) {
-        const std::vector<int32_t>& tokens = request.canvas(number);
-        stored = std::max(arena_->stored(tokens, request.prefix_group(), stored),
-                          files_.find(tokens, stored, page_rows()).rows);
-      }
-    }
-    std::vector<Arena::Wanted> wanted;
-    for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back(
-          {request.canvas(number), rows, stored, request.kept_in_window(), request.prefix_group()});
-    return wanted;
-  }
-
   const Denoiser& denoiser_;
   const std::unique_ptr<Arena> arena_;
-  const PromptCaches& files_;
+  PrefixReuse prefix_;
 };
 
 }  // namespace

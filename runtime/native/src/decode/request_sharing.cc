@@ -1,4 +1,4 @@
-// How a Request uses cache rows that are already stored, and shares passes with other requests.
+// How a Request shares passes with other requests.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -27,31 +27,6 @@ bool Request::fits(const Request& other) const {
   // this rule cannot run in lockstep. The same is true for next_block below 1.
   if (verifies() || other.verifies() || is_ahead() || other.is_ahead()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
-}
-
-int32_t Request::reusable() const {
-  if (!has_cache() || done()) return 0;
-  if (denoiser_.visible_block == 0)
-    // Only the first pass computes the cache rows before the returned position.
-    return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
-  // A shifted denoiser predicts the first position of a block in the row just before the block. So
-  // a pass of this request must compute this row.
-  return std::max(0, plan_.front().block.first - causal_shift(policy_, denoiser_));
-}
-
-void Request::skip_stored(int32_t rows) {
-  const auto next = plan_.begin() + static_cast<std::ptrdiff_t>(stage_);
-  for (auto it = next; it != plan_.end() && it->rows.first < rows; ++it) {
-    it->rows.first = it->cached = std::min(rows, it->rows.last);
-    if (it->use == CacheUse::write) it->use = CacheUse::refresh;
-  }
-  const auto first =
-      std::find_if(next, plan_.end(), [](const Stage& stage) { return stage.rows.tokens() > 0; });
-  skipped_ += static_cast<int32_t>(first - next);
-  plan_.erase(next, first);
-  step_ = 0;
-  masked_ = count_undecided(stage().decided);
-  settle();
 }
 
 void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost) {
@@ -83,13 +58,6 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
   }
   plan_ = std::move(plan);
   if (!plan_.empty()) masked_ = count_undecided(stage().decided);
-}
-
-int32_t Request::exact_after(int32_t exact) const {
-  const Stage& now = stage();
-  if (denoiser_.visible_block == 0) return keeps_rows(now.use) ? reusable() : exact;
-  if (now.use != CacheUse::append || now.rows.first > exact) return exact;
-  return std::max(exact, std::min(now.rows.last, now.block.first));
 }
 
 PassLoad Request::load_of(const Stage& stage, size_t rows) const {
