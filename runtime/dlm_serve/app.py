@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 from dlm_serve import decisions, field_arguments, fields, page_routes
+from dlm_serve.cancelling import results_of, unless_disconnected
 from dlm_serve.edits import EditBody, Edits, edit
 from dlm_serve.errors import ApiError, of_runtime
 from dlm_serve.field_arguments import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
@@ -304,13 +305,13 @@ class Server:
         is_streaming = False
         try:
             starting = self._start(request, read, body, model)
-            ask, jobs = await _unless_gone(request, starting)
+            ask, jobs = await unless_disconnected(request, starting)
             if body.stream:
                 assert form.writer is not None
                 writer = form.writer(ask, model)
                 is_streaming = True
                 return EventStream(self._streamed(request, writer, jobs, ask), model.release)
-            made = await _unless_gone(request, _results(jobs))
+            made = await unless_disconnected(request, results_of(jobs))
             answers, whole = await asyncio.to_thread(_answered, form, ask, model, made)
             self._count(request, usage(answers, ask))
             return JSONResponse(whole)
@@ -372,12 +373,12 @@ class Server:
         with self._models.using(body.model) as model:
             request.state.about |= {"model": model.name}
             reading = self._tokenising(request).run(decisions.read, body, model)
-            deciding: Deciding = await _unless_gone(request, reading)
+            deciding: Deciding = await unless_disconnected(request, reading)
             while deciding.is_open:
                 # This compiles the constraint on the answer.
                 submitting = self._compiling.run(_submitted, deciding, model, request.state.group)
-                job = await _unless_gone(request, submitting)
-                (made,) = await _unless_gone(request, _results([job]))
+                job = await unless_disconnected(request, submitting)
+                (made,) = await unless_disconnected(request, results_of([job]))
                 try:
                     deciding.take(made)
                 except DlmError as err:
@@ -393,7 +394,7 @@ class Server:
         body: fields.TokenizeBody = await self._read(fields.TokenizeBody, request)
         with self._models.using(body.model) as model:
             working = self._tokenising(request).run(_tokens, body, model)
-            tokens = await _unless_gone(request, working)
+            tokens = await unless_disconnected(request, working)
             return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
     async def _detokenize(self, request: Request) -> Response:
@@ -403,7 +404,7 @@ class Server:
             check_ids(body.tokens, model, "tokens")
             try:
                 working = self._tokenising(request).run(decode, body.tokens)
-                text = await _unless_gone(request, working)
+                text = await unless_disconnected(request, working)
             except DlmError as err:
                 raise of_runtime(err, "tokens") from err
             return JSONResponse({"prompt": text})
@@ -535,41 +536,6 @@ def _choices(body: fields.Sampling, choices: Choices) -> Form:
         return ChoicesWriter(choices, options.counts, ask, model, bool(body.diffusing))
 
     return Form(choices.whole, writer)
-
-
-async def _results(jobs: Sequence[Job]) -> list[Any]:
-    try:
-        return list(await asyncio.gather(*jobs))
-    except DlmError as err:
-        raise of_runtime(err) from err
-    finally:
-        for job in jobs:
-            job.cancel()
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of ``work``, or cancel ``work`` if the client disconnects first.
-
-    Raises ClientDisconnect if the client has disconnected.
-    """
-    running = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            raise ClientDisconnect
-        return running.result()
-    finally:
-        leaving.cancel()
-        if not running.done():
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _tokens(body: fields.TokenizeBody, model: Model) -> list[int]:

@@ -48,6 +48,10 @@ struct dlm_bundle {
   dlm::PromptCaches prompt_caches;
 };
 
+struct dlm_job {
+  std::shared_ptr<dlm::Job> job;
+};
+
 // The handle of a compiled constraint. A running request keeps the automaton alive even if the
 // program destroys the handle.
 struct dlm_automaton {

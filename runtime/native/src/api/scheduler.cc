@@ -22,10 +22,6 @@ struct dlm_scheduler {
   dlm::Runner runner;
 };
 
-struct dlm_job {
-  std::shared_ptr<dlm::Job> job;
-};
-
 namespace {
 
 constexpr uint64_t kCacheBytes = uint64_t{1} << 30;
@@ -203,10 +199,6 @@ dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result) {
   if (dlm_job_wait(job, 0) == 0) return DLM_INVALID_ARGUMENT;
   if (result != nullptr) *result = &job->job->result();
   return job->job->result().status;
-}
-
-void dlm_job_cancel(dlm_job* job) {
-  if (job != nullptr) job->job->cancel();
 }
 
 void dlm_job_destroy(dlm_job* job) {

@@ -1,6 +1,7 @@
 // The C ABI of sessions, which run requests on the caller's thread.
+#include "api/session.h"
+
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -8,53 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "api/handles.h"
 #include "api/prompt_cache.h"
-#include "decode/lockstep_passes.h"
-#include "decode/runner.h"
 
 using dlm::make_canvas, dlm::require, dlm::Runner;
-
-namespace {
-
-// Runs requests in shared passes. If the prefix cache has room, requests reuse keys and values of
-// earlier requests.
-struct SharedRunner {
-  SharedRunner(const dlm::Denoiser& denoiser, std::unique_ptr<dlm::PassMaker> made)
-      : passes(std::move(made)), runner(denoiser, *passes, {}) {}
-
-  const std::unique_ptr<dlm::PassMaker> passes;
-  Runner runner;
-};
-
-}  // namespace
-
-struct dlm_session {
-  explicit dlm_session(dlm_bundle& opened)
-      : bundle(opened),
-        passes(opened.manifest.denoiser, *opened.engine, {INT64_MAX, INT64_MAX}, 1),
-        runner(opened.manifest.denoiser, passes, {}) {
-    // Open the engine's context now. Otherwise, only the first request would report that the device
-    // has too little memory.
-    passes.spare_context();
-  }
-
-  dlm_bundle& bundle;
-  // By default, the session runs requests in lockstep, with `passes` and `runner`. If `shared` is
-  // not NULL, the session can run requests in shared passes instead.
-  dlm::LockstepPasses passes;
-  Runner runner;
-  std::unique_ptr<SharedRunner> shared;
-  uint64_t prefix_cache_bytes = 0;
-  // Arrays for passes that run without a request, for example in dlm_session_time_passes.
-  dlm::Buffers buffers;
-  std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call that ran requests
-  // returns false if the session must stop
-  std::function<bool()> before_pass = [] { return true; };
-  std::string last_error;
-  bool is_running = false;  // true during a call and its callbacks
-};
 
 namespace {
 
@@ -131,7 +88,7 @@ void share_passes(dlm_session& session, const dlm::RowCounts& rows) {
   if (auto passes =
           dlm::make_shared_passes(denoiser, *session.bundle.engine, room,
                                   kept > 0 ? kept : room.full, session.bundle.prompt_caches))
-    session.shared = std::make_unique<SharedRunner>(denoiser, std::move(passes));
+    session.shared = std::make_unique<dlm_session::SharedRunner>(denoiser, std::move(passes));
 }
 
 void start(dlm_session& session, const dlm_request* request) {
@@ -315,13 +272,6 @@ dlm_status dlm_session_result(dlm_session* session, size_t number, const dlm_res
                 number, session->jobs.size());
     *result = &session->jobs[number]->result();
   });
-}
-
-void dlm_session_cancel(dlm_session* session, size_t number) {
-  if (session == nullptr) return;
-  const std::lock_guard<std::mutex> lock(session->jobs_mutex);
-  for (size_t i = 0; i < session->jobs.size(); ++i)
-    if (number == i || number == DLM_ALL_REQUESTS) session->jobs[i]->cancel();
 }
 
 dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,

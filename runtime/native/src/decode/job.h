@@ -1,7 +1,6 @@
 // A job is a submitted request, together with its options, result, statistics and error.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -10,18 +9,15 @@
 #include <optional>
 #include <string>
 
+#include "decode/cancelling.h"
 #include "decode/pass_maker.h"
 #include "decode/request.h"
 #include "decode/text_writer.h"
 
 namespace dlm {
 
-using Clock = std::chrono::steady_clock;
-
 // The options of a request that the runner needs.
-struct JobOptions {
-  int32_t max_steps = 0;  // largest number of passes that the request may use; 0: no limit
-  std::optional<Clock::time_point> deadline;
+struct JobOptions : JobLimits {
   std::unique_ptr<TextWriter> writer;  // writes the request's text, or NULL
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
@@ -35,7 +31,7 @@ struct Board {
   std::condition_variable changed;
 };
 
-class Job {
+class Job : public Cancelling {
  public:
   Job(std::shared_ptr<Board> board, Request request, JobOptions options)
       : board_(std::move(board)), options_(std::move(options)), request_(std::move(request)) {
@@ -43,19 +39,6 @@ class Job {
   }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
-
-  // Makes the job end after at most one more pass. The job's result keeps the tokens that were
-  // decided so far. Any thread may call this function.
-  void cancel() { is_cancelled_ = true; }
-
-  // Returns why the job must end now: it was cancelled, has used all its passes, or is past its
-  // deadline. Otherwise returns DLM_FINISH_NONE.
-  int32_t cancelled_by(Clock::time_point now) const {
-    if (is_cancelled_) return DLM_FINISH_CANCELLED;
-    if (options_.max_steps > 0 && request_.planned_nfe() >= options_.max_steps)
-      return DLM_FINISH_STEPS;
-    return options_.deadline && now >= *options_.deadline ? DLM_FINISH_DEADLINE : DLM_FINISH_NONE;
-  }
 
   // Waits until the job has ended or `time` has passed. Without `time`, waits without a limit.
   // Returns true if the job has ended.
@@ -87,8 +70,7 @@ class Job {
   uint64_t served_ = 0;             // number of the last pass that the job took part in
   dlm_step step_{};
   bool was_told_done_ = false;  // true if on_step was called for the last step of the job
-  std::atomic<bool> is_cancelled_{false};
-  bool is_done_ = false;  // guarded by the board's mutex
+  bool is_done_ = false;        // guarded by the board's mutex
   dlm_status status_ = DLM_OK;
   std::string message_;
   dlm_stats stats_{};

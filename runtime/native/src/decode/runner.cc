@@ -176,7 +176,8 @@ void Runner::stop() {
 }
 
 void Runner::end_if_due(Job& job, Clock::time_point now) {
-  if (const int32_t why = job.cancelled_by(now); why != DLM_FINISH_NONE) end(job, why);
+  const int32_t why = job.cancelled_by(job.options_, job.request_.planned_nfe(), now);
+  if (why != DLM_FINISH_NONE) end(job, why);
 }
 
 bool Runner::has_room(const Job& job) const {
