@@ -25,16 +25,9 @@ import numpy as np
 from constraints import Automaton
 from torch import Tensor
 
+from dlm_export.network.commit_rules import log_odds_of, score_of, score_of_log_odds, scored_by
 from dlm_export.network.loop_random import gumbels
-from dlm_export.network.loop_scores import (
-    log_odds,
-    log_odds_of,
-    score_edits,
-    score_of,
-    score_of_log_odds,
-    scored_by,
-    scores,
-)
+from dlm_export.network.loop_scores import log_odds, score_edits, scores
 from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
 from dlm_runtime.policy import Policy
@@ -316,7 +309,7 @@ class Constrained(Proposer):
             choices[at] = np.unique([*choices[at], token])
         state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
         is_drawn = self.policy.select == "sample"
-        by, of = scored_by(turn, self.policy), self.policy.score_of
+        by, of = scored_by(self.policy), self.policy.score_of
 
         def texts(temperature: float, is_cut: np.ndarray) -> Texts:
             def position(at: int) -> Position:
@@ -385,7 +378,7 @@ class Constrained(Proposer):
         return found
 
     def _scores(self, turn: Turn, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        by, best = scored_by(turn, self.policy), logits.argmax(-1)
+        by, best = scored_by(self.policy), logits.argmax(-1)
         odds = log_odds(logits, tokens)
         if by == "confidence":
             found: np.ndarray = score_of_log_odds(odds)

@@ -15,10 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.network.commit_rules import choose
+from dlm_export.network.commit_rules import choose, score_of, timestep_count
 from dlm_export.network.loop_random import philox
-from dlm_export.network.loop_scores import score_of
-from dlm_export.network.loop_turns import timestep_count, transfer_counts
+from dlm_export.network.pass_plan import transfer_counts
 from dlm_runtime import (
     CallbackPass,
     DenoiserInfo,

@@ -25,7 +25,8 @@ from denoisers import under_native_loop
 from published import END, MASK, prompt_of, random_network
 
 from dlm_export.network import reference
-from dlm_export.network.loop_turns import floor_count, transfer_counts
+from dlm_export.network.commit_rules import floor_count
+from dlm_export.network.pass_plan import transfer_counts
 from dlm_runtime import CallbackPass, Policy
 from dlm_runtime.presets import PRESETS
 

@@ -1,16 +1,84 @@
 """Commit rules of the unmasking loop, which choose the positions that a turn commits.
 
 The papers of the decoding algorithms do not define two rules: every step commits at least one
-token, and positions with equal scores commit from left to right.
+token, and positions with equal scores commit from left to right. The native file
+``decode/commit_rules.cc`` implements the same rules.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
-from dlm_export.network.loop_scores import score_of, scored_by
-from dlm_export.network.loop_turns import Turn
 from dlm_runtime.policy import Policy
+
+if TYPE_CHECKING:
+    from dlm_export.network.loop_turns import Turn
+
+
+def scored_by(policy: Policy) -> str:
+    """Return the kind of score that a policy's rule compares.
+
+    The result is ``policy.score``, except that the rules entropy_bound and entropy_threshold always
+    use entropies.
+    """
+    is_entropy = policy.commit in ("entropy_bound", "entropy_threshold")
+    return "entropy" if is_entropy else policy.score
+
+
+def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
+    """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
+
+    ``masked`` is the number of undecided positions before the pass. The last pass commits all
+    undecided positions.
+    """
+    if step >= steps - 1:
+        return masked
+    # Compute the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like torch, compute the
+    # first half of the numbers from the start, and the second half from the end. The increment is
+    # rounded to fp32, and each number is rounded once.
+    end, places = np.float32(eps), np.arange(steps + 1)
+    increment = float((end - np.float32(1)) / np.float32(steps))
+    from_end = float(end) - increment * (steps - places)
+    t = np.where(places < (steps + 1) // 2, 1.0 + increment * places, from_end).astype(np.float32)
+    return max(1, int(np.float32(masked) * (np.float32(1) - t[step + 1] / t[step])))
+
+
+def floor_count(masked: int, left: int, steps: int) -> int:
+    """Return how many positions RND1's schedule commits in the next pass.
+
+    The block started with ``masked`` undecided positions, of which ``left`` are undecided now.
+
+    After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
+    fp32. In the published code, some passes commit no position. This module skips such passes.
+    """
+    kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
+    return left - int(kept[kept < left].max(initial=0))
+
+
+def log_odds_of(fraction: Any) -> Any:
+    """Return ln(c / (1 - c)) of the fractions c, float64. Fractions above 1 count as 1."""
+    with np.errstate(divide="ignore"):
+        return np.log(fraction) - np.log1p(-np.minimum(fraction, 1.0))
+
+
+def score_of_log_odds(log_odds: Any) -> Any:
+    """Return the scores of fractions with these log odds."""
+    # atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
+    # the 1 does not change the sum.
+    small = np.log1p(2 * np.exp(np.minimum(log_odds, 40.0))) / 2
+    return np.where(log_odds > 40, (log_odds + np.log(2)) / 2, small)
+
+
+def score_of(fraction: Any) -> Any:
+    """Return the scores of confidences, margins or random numbers.
+
+    A float64 cannot tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c),
+    computed from the odds c / (1 - c), and compares it with the score of the threshold. Negative
+    margins have negative scores.
+    """
+    return np.copysign(score_of_log_odds(log_odds_of(np.abs(fraction))), fraction)
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
@@ -103,5 +171,5 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
     if turn.is_forced:
         score = score.copy()
         # Give the first position the score of a prediction with probability 1.
-        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else np.inf
+        score[0] = 0.0 if scored_by(policy) == "entropy" else np.inf
     return choose(score, policy, turn.planned)

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from dlm_export.network.commit_rules import score_of, score_of_log_odds, scored_by
 from dlm_export.network.loop_random import random_score
 from dlm_export.network.loop_turns import Turn
 from dlm_runtime.policy import Policy
 
-
-def scored_by(turn: Turn, policy: Policy) -> str:
-    """Return the kind of score for a turn.
-
-    The result is ``policy.score``, except that the rules entropy_bound and entropy_threshold always
-    use entropies.
-    """
-    is_entropy = policy.commit in ("entropy_bound", "entropy_threshold")
-    return "entropy" if is_entropy else policy.score
-
-
 LEAST_ENTROPY = 1e-30
 """Entropies nearer to 0 than this count as 0, because fp32 cannot hold much smaller numbers."""
-
-
-def log_odds_of(fraction: Any) -> Any:
-    """Return ln(c / (1 - c)) of the fractions c, float64. Fractions above 1 count as 1."""
-    with np.errstate(divide="ignore"):
-        return np.log(fraction) - np.log1p(-np.minimum(fraction, 1.0))
-
-
-def score_of_log_odds(log_odds: Any) -> Any:
-    """Return the scores of fractions with these log odds."""
-    # atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
-    # the 1 does not change the sum.
-    small = np.log1p(2 * np.exp(np.minimum(log_odds, 40.0))) / 2
-    return np.where(log_odds > 40, (log_odds + np.log(2)) / 2, small)
-
-
-def score_of(fraction: Any) -> Any:
-    """Return the scores of confidences, margins or random numbers.
-
-    A float64 cannot tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c),
-    computed from the odds c / (1 - c), and compares it with the score of the threshold. Negative
-    margins have negative scores.
-    """
-    return np.copysign(score_of_log_odds(log_odds_of(np.abs(fraction))), fraction)
 
 
 def log_odds(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -81,7 +45,7 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     A higher score means a surer token. A score is an entropy, or comes from ``score_of``. ``logits``
     ``[M, V]`` exclude the mask token.
     """
-    by, odds = scored_by(turn, policy), log_odds(logits, logits.argmax(-1))
+    by, odds = scored_by(policy), log_odds(logits, logits.argmax(-1))
     confidences = score_of_log_odds(odds)
     if by == "random":
         found = score_of(random_scores(turn, policy))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dlm_export.network.commit_rules import floor_count, timestep_count
 from dlm_export.network.pass_plan import (
     FULL_CACHES,
     Looped,
@@ -338,33 +339,3 @@ def _end(
     canvas.tokens[canvas.undecided] = looped.eos_token_ids[0]
     canvas.undecided[:] = False
     return True
-
-
-def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
-
-    ``masked`` is the number of undecided positions before the pass. The last pass commits all
-    undecided positions.
-    """
-    if step >= steps - 1:
-        return masked
-    # Compute the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like torch, compute the
-    # first half of the numbers from the start, and the second half from the end. The increment is
-    # rounded to fp32, and each number is rounded once.
-    end, places = np.float32(eps), np.arange(steps + 1)
-    increment = float((end - np.float32(1)) / np.float32(steps))
-    from_end = float(end) - increment * (steps - places)
-    t = np.where(places < (steps + 1) // 2, 1.0 + increment * places, from_end).astype(np.float32)
-    return max(1, int(np.float32(masked) * (np.float32(1) - t[step + 1] / t[step])))
-
-
-def floor_count(masked: int, left: int, steps: int) -> int:
-    """Return how many positions RND1's schedule commits in the next pass.
-
-    The block started with ``masked`` undecided positions, of which ``left`` are undecided now.
-
-    After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
-    fp32. In the published code, some passes commit no position. This module skips such passes.
-    """
-    kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
-    return left - int(kept[kept < left].max(initial=0))

@@ -17,15 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_export.network.commit_rules import score_of, score_of_log_odds, scored_by
 from dlm_export.network.loop_random import gumbels, temperature_of
-from dlm_export.network.loop_scores import (
-    log_odds,
-    score_edits,
-    score_of,
-    score_of_log_odds,
-    scored_by,
-    scores,
-)
+from dlm_export.network.loop_scores import log_odds, score_edits, scores
 from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_runtime.policy import Policy
 
@@ -111,7 +105,7 @@ class Sampled(Proposer):
             [gumbels(policy.seed, turn.passes, position, logits.shape[1]) for position in at]
         )
         tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
-        odds, by = log_odds(wide, tokens), scored_by(turn, policy)
+        odds, by = log_odds(wide, tokens), scored_by(policy)
         confidences = score_of_log_odds(odds)
         if policy.score_of == "draw" and by != "random":
             found = scores_of_draw(by, drawn, tokens)

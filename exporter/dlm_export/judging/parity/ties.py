@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlm_export.network.commit_rules import choose_in
+from dlm_export.network.commit_rules import choose_in, scored_by
 from dlm_export.network.loop_random import gumbels, temperature_of
-from dlm_export.network.loop_scores import scored_by
 from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.proposers import Proposals
 from dlm_runtime import Policy
@@ -98,7 +97,7 @@ def _needed(each: Decided, ours: np.ndarray, found: np.ndarray, policy: Policy) 
     def explains(error: float) -> bool:
         # A log odds moves by at most twice the error, and a score by at most the same.
         slack = 2 * error
-        is_entropy = scored_by(turn, policy) == "entropy"
+        is_entropy = scored_by(policy) == "entropy"
         if is_entropy:
             slack = slack * np.abs(each.proposals.scores)
         scores = each.proposals.scores + np.where(ours, slack, -slack)

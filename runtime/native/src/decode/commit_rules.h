@@ -33,6 +33,15 @@ inline constexpr const char* kCommitNames[] = {
     "static",     "threshold", "dynamic",           "factor", "entropy_bound", "timestep",
     "sequential", "verify",    "entropy_threshold", nullptr};
 
+// Returns true if a rule compares scores with fractions, so that scores must be in 0..1.
+constexpr bool compares_fractions(Commit rule) {
+  return rule == Commit::threshold || rule == Commit::dynamic || rule == Commit::factor;
+}
+// Returns true if a rule compares entropies, so that the scores must be entropies.
+constexpr bool compares_entropies(Commit rule) {
+  return rule == Commit::entropy_bound || rule == Commit::entropy_threshold;
+}
+
 // Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);

@@ -165,9 +165,7 @@ Policy check_policy(const dlm_policy& given) {
     fail(DLM_INVALID_ARGUMENT,
          "policy: select = \"sample\" needs a temperature above 0: set one, or select = "
          "\"argmax\"");
-  const bool wants_fraction = out.commit == Commit::threshold || out.commit == Commit::dynamic ||
-                              out.commit == Commit::factor;
-  if (wants_fraction && out.score == Score::entropy)
+  if (compares_fractions(out.commit) && out.score == Score::entropy)
     fail(DLM_INVALID_ARGUMENT,
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
@@ -185,10 +183,7 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"entropy_threshold\" with cache = \"prefix\" and next_block = 1 would "
          "run Fast-dLLM's cache, not d3LLM's: set next_block = 0.9999, so that a block starts when "
          "the previous block is finished, or use commit = \"threshold\" for Fast-dLLM's loop");
-  // The commit rules "entropy_bound" and "entropy_threshold" compare entropies, so the scores must
-  // be entropies.
-  if (out.commit == Commit::entropy_bound || out.commit == Commit::entropy_threshold)
-    out.score = Score::entropy;
+  if (compares_entropies(out.commit)) out.score = Score::entropy;
   if (out.remask == Remask::noise) {
     check_noise(out, policy);
   } else if (out.temperature_drop > 0 || out.stable_entropy > 0) {
