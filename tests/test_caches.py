@@ -33,7 +33,7 @@ import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.cli.building import print_cache
-from dlm_export.graph import attention, cache_dtypes, fuse, operators, trace
+from dlm_export.graph import cache_dtypes, fuse, operators, trace
 from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.effort import Effort
@@ -154,8 +154,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     # numbers count as infinite.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
-    stored = attention._store_int8(body, body.inputs[0])
-    function = body.function({"stored": stored, "read": attention._read_int8(body, stored)})
+    stored = cache_dtypes._store_int8(body, body.inputs[0])
+    function = body.function({"stored": stored, "read": cache_dtypes._read_int8(body, stored)})
     definitions = operators._DEFINITIONS | {"Rows": lambda: function}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operators, "_DEFINITIONS", definitions)
@@ -563,7 +563,7 @@ def test_attention_that_has_no_kernel_takes_no_rounded_cache(llada_checkpoint: P
     node = next(node for node in traced.model.graph if node.op_type == "Attention")
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
     with pytest.raises(
-        cache_dtypes.CacheError,
+        fuse.CacheError,
         match=r"blocks\.0\.attention was not fused.*is_causal = 1.*Omit --cache-dtype",
     ):
         fuse.fuse(traced, "int8")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dlm_runtime import precision
 from dlm_runtime.abi import native as _native
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError, shown
 from dlm_runtime.tools import FORMATS
@@ -107,13 +108,15 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 def schema() -> dict[str, Any]:
     """Load manifest.schema.json, and add the lists of allowed names that Python code defines.
 
-    The lists contain the names of policy fields, layer formats, JSON layouts and call formats.
+    The lists contain the names of policy fields, cache types, layer formats, JSON layouts and call
+    formats.
     """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
     )
     fields = {field.name.decode(): _policy_rule(field) for field in _native.policy_fields()}
     found["$defs"]["preset"] |= {"properties": fields, "additionalProperties": False}
+    found["$defs"]["cache_dtype"]["enum"] = list(CACHE_ROWS)
     found["$defs"]["format"]["enum"] = list(precision.FORMATS)
     found["properties"]["json_layout"]["enum"] = list(LAYOUTS)
     found["properties"]["call_format"]["enum"] = list(FORMATS)

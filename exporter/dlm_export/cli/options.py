@@ -20,6 +20,7 @@ from click.types import OptionHelpExtra
 from dlm_export.checkpoints.hub import PREFIX, HubName
 from dlm_export.engines import ENGINE_BUILDERS
 from dlm_runtime import tools
+from dlm_runtime.cache_dtypes import CPU_CACHES
 from dlm_runtime.constraints import layout
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -346,7 +347,7 @@ machine_group = group(
     text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
     text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=to_bytes),
     choice("--activations", ["fp16", "bf16"], "Activations on GPUs, if quantised: fp16, bf16."),
-    choice("--cache-dtype", ["fp32", "fp16", "int8"], "Keys and values on CPUs: fp32, fp16, int8."),
+    choice("--cache-dtype", list(CPU_CACHES), f"Keys and values on CPUs: {', '.join(CPU_CACHES)}."),
 )
 ENGINE_OPTIONS = (
     number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),

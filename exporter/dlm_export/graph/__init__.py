@@ -7,7 +7,7 @@ The modules:
 - ``experts`` replaces mixtures of experts, and defines how a file stores the experts' weights.
 - ``quantise`` quantises the layers of a graph.
 - ``fuse`` replaces groups of operators with this project's operators (``operators``), for CPUs.
-- ``cache_dtypes`` changes a graph so that the cache stores keys and values in fewer bytes.
+- ``cache_dtypes`` defines the types in which the cache stores keys and values.
 - ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
 - ``row_choice`` lets a pass on a GPU choose cached rows, and compute several requests at once.
 - ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.

@@ -17,11 +17,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, cache_dtypes, operators
+from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, operators
 from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.cache_dtypes import STORED, row_of
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
+from dlm_runtime.errors import DlmError, ExitCode
 
 CANDIDATES = "pass"  # the module path of the nodes after the head, as set by ``trace``
 GATE = ".gate"  # suffix of the module path of an MLP's gate projection
@@ -48,6 +50,12 @@ class Fused:
 
 
 _Pattern: TypeAlias = "tuple[Any, ...] | str | float"
+
+
+class CacheError(DlmError):
+    """Raised if a graph's attention cannot store keys and values in the requested type."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class _Unlike(Exception):
@@ -85,8 +93,8 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     except _Unlike as err:
         plain[CANDIDATES] = str(err)
     passes.RemoveUnusedNodesPass()(model)
-    if cache_dtype is not None and cache_dtypes.row_of(cache_dtype, 0)[0] != traced.element_type:
-        cache_dtypes.store_as(traced, plain, cache_dtype)
+    if cache_dtype is not None and row_of(cache_dtype, 0)[0] != traced.element_type:
+        _store_as(traced, plain, cache_dtype)
     calls = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
     has_segments = SEGMENTS in model.graph.initializers and all(
         node.op_type != "Attention" for node in model.graph
@@ -94,6 +102,35 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     return Fused(
         {name: calls[name] for name in operators.KERNELS if calls[name]}, plain, has_segments
     )
+
+
+def _store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
+    """Change the type in which a fused graph caches keys and values.
+
+    This function changes the attention functions and the inputs and outputs of the cache. The keys
+    of ``plain`` are the modules that ``fuse`` could not replace with a kernel, and the values are
+    the reasons (see ``Fused``). Raises CacheError if ``plain`` contains the attention of a layer.
+    """
+    model = traced.model
+    for node in list(model.graph):
+        if node.op_type == "Attention":
+            path = node.metadata_props[LAYER_KEY]
+            raise CacheError(
+                f"--cache-dtype: the attention of {path} was not fused ({plain[path]}), so its cache cannot be stored "
+                f"in another type. Omit --cache-dtype."
+            )
+        if node.op_type in ATTENTION and node.domain == DOMAIN:
+            node.op_type = f"{STORED[cache_dtype]}{node.op_type}"
+            operators.declare(model, node.op_type)
+            for value in (*node.inputs[3:5], *node.outputs[1:]):
+                assert value is not None
+                assert value.shape is not None
+                head_size = value.shape[3]
+                assert isinstance(head_size, int)
+                dtype, width = row_of(cache_dtype, head_size)
+                value.type, value.shape = ir.TensorType(dtype), ir.Shape([*value.shape[:3], width])
+    for name in ATTENTION:
+        model.functions.pop((DOMAIN, name, ""), None)
 
 
 def _call(

@@ -105,13 +105,12 @@ from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.precision_rounding import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_export.graph.attention import (
     ATTENTION,
-    CACHES,
-    STORED,
     UNKERNELLED,
     cached_attention,
     rms_norm,
 )
 from dlm_export.graph.body import DOMAIN, Body
+from dlm_export.graph.cache_dtypes import CACHES, STORED
 from dlm_export.graph.routed import E4M3_VALUES, FUNCTIONS, experts
 
 LINEAR = ("Int8Linear", "Int4Linear")

@@ -1,11 +1,25 @@
-"""Rounds keys and values in torch exactly as the functions in ``graph.operators`` do."""
+"""Rounds keys and values in torch exactly as the functions in ``graph.cache_dtypes`` do.
+
+Only ``read_back`` imports torch, because devices without torch compare results too.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _SMALLEST_ROW = 1e-30
+ROUNDED_ROWS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-2}
+"""The tolerance for rounded keys and values in block-causal networks, for each type of cache.
+
+If two denoisers round a value to neighbouring codes, the output of attention may differ by the
+distance between the two codes. fp16 has 11 significant bits, bf16 has 8, and INT8 has 127 steps up
+to the largest magnitude of a row.
+"""
 
 
 def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
@@ -15,6 +29,8 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
     """
     if cache_dtype == "int8":
         return _through_int8(rows.float()).to(rows.dtype)
+    import torch
+
     stored: torch.dtype = getattr(torch, cache_dtype)
     return rows.to(stored).to(rows.dtype)
 
@@ -31,6 +47,6 @@ def _through_int8(rows: Tensor) -> Tensor:
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
     # Assemble the power of two from its bits, because torch.ldexp is not exact on every processor.
-    power = ((exponent + (127 - 8)) << 23).view(torch.float32)
+    power = ((exponent + (127 - 8)) << 23).view(rows.dtype)
     scale = (256 * fraction).ceil() * power
-    return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)
+    return ((finite / scale).round() * scale).masked_fill(is_bad, math.nan)

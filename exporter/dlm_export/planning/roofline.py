@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.network.spec import HEAD, NetworkSpec
-from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
+from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS, CPU_CACHES
 
 FULL = "full"  # the name for the number format of unquantised parts, which is fp32, fp16 or bf16
 
@@ -69,10 +69,7 @@ class Rates:
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
     """Map each cache type to the number of bytes for the keys and values of one token."""
-    return {
-        name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
-        for name in ("fp32", "fp16", "int8")
-    }
+    return {name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]]) for name in CPU_CACHES}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dlm_export.judging.parity.canvases import Canvas
+from dlm_export.network.cache_dtypes import ROUNDED_ROWS
 from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -64,11 +65,6 @@ TOLERANCES = {
 # between two quantisation codes may get either code. If two logits are nearly equal, the bundle may
 # therefore choose a different token than torch.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# The tolerance for rounded keys and values in block-causal networks, for each type of cache. If two
-# denoisers round a value to neighbouring codes, the output of attention may differ by the distance
-# between the two codes. fp16 has 11 significant bits, bf16 has 8, and INT8 has 127 steps up to the
-# largest magnitude of a row.
-ROUNDED_ROWS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-2}
 # Tolerances for a single layer, and for the operators between two layers. The keys are precisions
 # of the unquantised parts of a bundle.
 PART_TOLERANCES = {
