@@ -1,7 +1,7 @@
 """Computes how requests share the keys and values of equal leading tokens, and the memory cost.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
-native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.
+native files ``cache/arena.h`` and ``decode/prefix_reuse.h`` follow the same rules.
 docs/guides/reusing-prompts.md explains these rules to users.
 """
 
