@@ -330,6 +330,12 @@ def print_bench(result: Mapping[str, Any]) -> None:
         f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, {_loop_of(made)}: "
         f"{made['nfe']} passes, {made['seconds']:.3f} s, {made['tokens_per_s']:.1f} tokens/s"
     )
+    if result["energy_source"] is not None:
+        told = ", ".join(
+            f"{row['joules_per_token']:.3g} J per token with batch {row['batch']}"
+            for row in result["batches"]
+        )
+        click.echo(f"Energy ({result['energy_source']}): {told}")
     rows = [
         [part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"]
         for part, seconds in made["parts"].items()

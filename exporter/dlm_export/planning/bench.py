@@ -36,6 +36,7 @@ from dlm_export.machine import this_machine
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
+from dlm_export.planning.energy import Meter, meter_of
 from dlm_export.planning.loads import measure_service
 from dlm_export.planning.peer import compare_with_peer
 from dlm_export.planning.prefix import (
@@ -45,7 +46,7 @@ from dlm_export.planning.prefix import (
     random_prompts,
 )
 from dlm_export.progress import Progress, Silent
-from dlm_runtime import Bundle, Generation, RequestError
+from dlm_runtime import Bundle, Generation, RequestError, providers
 from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.manifest import check_manifest
 
@@ -147,7 +148,9 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
       ``generation`` describes the run with the median duration. The times in ``parts`` add up to
       ``seconds``.
     - ``batches``: generations of several requests of equal length at once. ``speedup`` is the total
-      tokens/s of the requests, divided by the tokens/s of a single request.
+      tokens/s of the requests, divided by the tokens/s of a single request. ``joules_per_token`` is
+      the energy of the device, divided by the new tokens.
+    - ``energy_source``: the energy counter, NVML or RAPL, or ``None`` if there is no counter.
     - ``cost``: the coefficients of the linear model (the fields of a ``PassCost``), and the errors
       of the fit.
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
@@ -200,11 +203,15 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             load = PrefixLoad(*lengths, options.prefix_requests, preset, options.policy)
             check_prefix(bundle, load)
         progress.start("generate", rounds * len(batches))
-        generation = _generate(bundle, options, preset, 1, rounds, progress)
+        meter = meter_of(None if is_on_cpu else providers.parse(options.opening.provider)[1])
+        generation = _generate(bundle, options, preset, 1, rounds, progress, meter)
         memory = _memory(manifest, generation, is_on_cpu)
         generations = [
             generation,
-            *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:]),
+            *(
+                _generate(bundle, options, preset, batch, rounds, progress, meter)
+                for batch in batches[1:]
+            ),
         ]
         requests = None
         if prompts:
@@ -245,6 +252,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "cost": cost_of(passes) if options.cost else None,
         "generation": made_up,
         "batches": [one.as_batch(generation) for one in generations],
+        "energy_source": None if meter is None else meter.source,
         "requests": requests,
         "prefix": prefix,
         "peer": None
@@ -302,6 +310,7 @@ class _Generation:
     preset: str
     changes: Mapping[str, Any]  # changes to the preset's fields
     results: Sequence[Generation]  # one result per request, from the run with the median duration
+    joules_per_token: float | None = None  # on average over all runs
 
     @property
     def seconds(self) -> float:
@@ -321,6 +330,7 @@ class _Generation:
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "speedup": self.tokens_per_s / alone.tokens_per_s,
+            "joules_per_token": self.joules_per_token,
             "cache_bytes": self.cache_bytes,
         }
 
@@ -347,15 +357,26 @@ class _Generation:
 
 
 def _generate(
-    bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
+    bundle: Bundle,
+    options: BenchOptions,
+    preset: str,
+    batch: int,
+    rounds: int,
+    progress: Progress,
+    meter: Meter | None,
 ) -> _Generation:
     """Run ``batch`` requests together, several times. Returns the run with the median duration."""
     request = _request(bundle, options, preset, batch)
     results = []
+    before = 0.0 if meter is None else meter.joules()
     for _ in range(rounds):
         results.append(bundle.generate_batch(**request))
         progress.advance()
-    return _median(request, options, preset, results)
+    median = _median(request, options, preset, results)
+    if meter is None:
+        return median
+    tokens = rounds * batch * request["new_tokens"]
+    return replace(median, joules_per_token=(meter.joules() - before) / tokens)
 
 
 def _lengths(bundle: Bundle, options: BenchOptions) -> tuple[int, int]:
