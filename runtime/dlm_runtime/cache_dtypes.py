@@ -8,3 +8,5 @@ CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": 
 """Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
 bytes of the scale of a row. A row is the key or value of one position in one head.
 """
+ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16, "int8": 3}
+"""Maps each cache type to its number in ONNX (TensorProto.DataType)."""

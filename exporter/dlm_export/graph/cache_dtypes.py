@@ -12,14 +12,8 @@ import onnx_ir as ir
 
 from dlm_calibration.precision_rounding import SMALLEST_ROW
 from dlm_export.graph.body import Body
-from dlm_runtime.cache_dtypes import CACHE_ROWS
+from dlm_runtime.cache_dtypes import CACHE_ROWS, ONNX_TYPES
 
-_TYPES = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-    "int8": ir.DataType.INT8,
-}
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
@@ -38,7 +32,7 @@ back.
 def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
     """Return the element type and the number of elements of one cached row (a key or a value)."""
     element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
-    return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
+    return ir.DataType(ONNX_TYPES[cache_dtype]), head_size + scale_bytes // element_bytes
 
 
 def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:

@@ -55,7 +55,8 @@ def function_of(name: str) -> str | None:
         return "NVFP4WeightExperts"
     if chosen.weights in ("int8", "int4"):
         return f"{chosen.weights.capitalize()}Experts" if chosen.is_dynamic else None
-    return "Fp32Experts" if chosen.weights is None else f"{chosen.weights.upper()}Experts"
+    function = "Fp32Experts" if chosen.weights is None else f"{chosen.weights.upper()}Experts"
+    return function if function in FUNCTIONS else None
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:

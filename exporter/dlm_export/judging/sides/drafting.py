@@ -18,17 +18,10 @@ from dlm_export.network.pass_plan import Span
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
+from dlm_runtime.cache_dtypes import CACHE_ROWS, ONNX_TYPES
 
 if TYPE_CHECKING:
     import onnxruntime
-
-_CACHED: dict[str, tuple[type[np.generic], int]] = {
-    "float": (np.float32, 1),
-    "float16": (np.uint16, 10),
-    "bfloat16": (np.uint16, 16),
-    "int8": (np.int8, 3),
-}
-"""Maps the type of cached rows to a numpy type of the same size, and to the type's number in ONNX."""
 
 
 class DraftPasses:
@@ -127,8 +120,9 @@ def no_rows(element: str, shape: Sequence[int]) -> onnxruntime.OrtValue:
     """Return a cache without rows, whose elements have the ONNX type ``element``."""
     from onnxruntime import OrtValue
 
-    numpy_type, number = _CACHED[element]
-    return OrtValue.ortvalue_from_numpy_with_onnx_type(np.zeros(shape, numpy_type), number)
+    name = "float32" if element == "float" else element
+    nothing = np.zeros(shape, f"u{CACHE_ROWS[name][0]}")  # a numpy type of the same size
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, ONNX_TYPES[name])
 
 
 def session_options(

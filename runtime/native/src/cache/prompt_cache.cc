@@ -69,21 +69,6 @@ class Checksum {
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-const char* name_of(int32_t cache_type) {
-  switch (cache_type) {
-    case kFloat:
-      return "float32";
-    case kFloat16:
-      return "float16";
-    case kBFloat16:
-      return "bfloat16";
-    case kInt8:
-      return "int8";
-    default:
-      return "of an unknown type";
-  }
-}
-
 // A file that is written under a temporary name. The destructor removes the file unless finish()
 // was called.
 class PartialFile {
@@ -143,8 +128,8 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("prompt cache of version " + std::to_string(header.version) +
            ", but this runtime reads only version " + std::to_string(kVersion));
   if (header.cache_type != format.cache_type)
-    refuse(std::string("the keys and values are ") + name_of(header.cache_type) +
-           ", but this bundle's keys and values are " + name_of(format.cache_type));
+    refuse(std::string("the keys and values are ") + type_name(header.cache_type) +
+           ", but this bundle's keys and values are " + type_name(format.cache_type));
   if (format.graph_sha256.compare(0, std::string::npos, header.graph_sha256,
                                   sizeof header.graph_sha256) != 0)
     refuse("the prompt cache was saved with a different bundle");

@@ -1,4 +1,5 @@
 // How a job ends before its canvas is full: a thread cancels it, or it reaches one of its limits.
+// The runner calls Runner::end_if_due (cancelling.cc) for each job between passes.
 #pragma once
 
 #include <atomic>

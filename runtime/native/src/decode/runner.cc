@@ -22,16 +22,6 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job, and uses its canvas as the result. If Request::end() throws an exception, the job
-// fails with this error.
-void Runner::end(Job& job, int32_t why) noexcept {
-  try {
-    job.request_.end(why);
-  } catch (...) {
-    fail_job(job, thrown());
-  }
-}
-
 void Runner::fail_job(Job& job, const Failure& failure) noexcept {
   if (job.status_ == DLM_OK) {
     job.status_ = failure.status;
@@ -173,11 +163,6 @@ void Runner::stop() {
   const std::lock_guard<std::mutex> lock(board_->mutex);
   is_stopping_ = true;
   board_->changed.notify_all();
-}
-
-void Runner::end_if_due(Job& job, Clock::time_point now) {
-  const int32_t why = job.cancelled_by(job.options_, job.request_.planned_nfe(), now);
-  if (why != DLM_FINISH_NONE) end(job, why);
 }
 
 bool Runner::has_room(const Job& job) const {

@@ -28,6 +28,21 @@ size_t element_bytes(int32_t type) {
   return type == kInt64 ? 8 : type == kInt8 ? 1 : type == kFloat16 || type == kBFloat16 ? 2 : 4;
 }
 
+const char* type_name(int32_t type) {
+  switch (type) {
+    case kFloat:
+      return "float32";
+    case kFloat16:
+      return "float16";
+    case kBFloat16:
+      return "bfloat16";
+    case kInt8:
+      return "int8";
+    default:
+      return "of an unknown type";
+  }
+}
+
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
                                    int32_t window_cached) const {
   // `sizes` is in the order of enum Extent, whose values are -1 to -5. So if dims[i] is below 0,

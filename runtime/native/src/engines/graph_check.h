@@ -17,6 +17,8 @@ namespace dlm {
 constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16;
 
 size_t element_bytes(int32_t type);
+// Returns the name that the manifest uses for a type of the cache.
+const char* type_name(int32_t type);
 
 // Negative numbers in Port::dims stand for sizes that change from pass to pass: T new tokens, S
 // cached tokens, R rows for which the pass predicts tokens, B requests, and W cached tokens in
