@@ -40,7 +40,19 @@ FAMILIES = (
     "llada2",
     "llada_moe",
     "nemotron",
+    "stable_diffcoder",
+    "wedlm",
+    "diffusion_gemma",
+    "bert",
+    "roberta",
+    "modern_bert",
+    "sdar_moe",
+    "rnd1",
 )
+MIXTURES: dict[str, dict[str, Any]] = {
+    "sdar_moe": {"architecture": "SDARMoeForCausalLM", "block_size": 4},
+    "rnd1": {"architecture": "RND1LM"},
+}
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
 NEW = 32
 SCHEMA = {
@@ -190,7 +202,11 @@ def main() -> int:
         for family in {family for family, _ in cases} - {"demo"}:
             if (work / family).exists():
                 continue
-            config = getattr(checkpoints, f"{family}_config")()
+            config = (
+                checkpoints.qwen3_moe_config(**MIXTURES[family])
+                if family in MIXTURES
+                else getattr(checkpoints, f"{family}_config")()
+            )
             checkpoints.write_checkpoint(work / family, config)
         began = time.monotonic()
         with ThreadPoolExecutor(options.jobs) as pool:

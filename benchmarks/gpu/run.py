@@ -1,7 +1,7 @@
 """Compare this project's loop with PyTorch on one GPU, with a denoiser of LLaDA-8B's shape.
 
     python -m benchmarks.gpu.run --json gpu.json                             # on an H100 or H200
-    python -m benchmarks.gpu.run --layers 8 --contestants native-int4,torch-eager --json gpu.json
+    python -m benchmarks.gpu.run --layers 8 --contestants native-int4-graphs,torch-eager --json gpu.json
     python -m benchmarks.gpu.run --device cpu --tiny --json rehearsal.json   # no GPU: the same steps on a CPU
 
 This project's loop uses the CUDA provider of ONNX Runtime. Install this project with its export
@@ -12,7 +12,11 @@ tokens per pass and never stop early. Each contestant runs in a separate process
 
 - the time of a generation: the median of the rounds after one warm-up;
 - "pass": the median time of a single pass, without the loop: over the whole canvas without a cache,
-  and over a block that reads the cached rows of the rest of the canvas;
+  and over a block that reads the cached rows of the rest of the canvas. The file of --json also has
+  the times of passes of 4, 8, 32 and 256 tokens (PASS_TOKENS) over the same canvas;
+- "floor": the time in which PyTorch adds up as many bytes as the bundle's weights have, which is the
+  shortest possible time of a pass;
+- "J/token": the energy of the GPU per new token, if nvidia-ml-py can read it;
 - the memory: on a GPU, the process's GPU memory (nvidia-smi); on a CPU, its largest resident set;
 - "equal": the share of positions where eager PyTorch generated the same token.
 """
@@ -31,6 +35,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlm_export.cli.printing import shown
+from dlm_export.planning.energy import meter_of
+
 LAYERS = 32
 TINY = {
     "d_model": 128,
@@ -39,9 +46,12 @@ TINY = {
     "mlp_hidden_size": 256,
     "max_sequence_length": 256,
 }
-NATIVE = ("native-fp16", "native-bf16", "native-int4")
+PRECISIONS = ("fp16", "bf16", "int8", "int4")
+GRAPHS = "-graphs"  # the end of the names of contestants that run passes as CUDA graphs
+NATIVE = tuple(f"native-{precision}{end}" for precision in PRECISIONS for end in ("", GRAPHS))
 TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")  # in bf16
 PASSES = 20  # number of single passes of each size that are timed
+PASS_TOKENS = (4, 8, 32, 256)
 
 
 class Contestant(NamedTuple):
@@ -66,7 +76,11 @@ def native(options: argparse.Namespace) -> Contestant:
     import dlm_runtime
 
     bundle = dlm_runtime.open(
-        options.bundle, engine="onnxruntime", provider=options.device, check_hashes=False
+        options.bundle,
+        engine="onnxruntime",
+        provider=options.device,
+        check_hashes=False,
+        cuda_graphs=options.contestant.endswith(GRAPHS) and options.device == "cuda",
     )
 
     def generate(
@@ -81,8 +95,9 @@ def native(options: argparse.Namespace) -> Contestant:
         return done.tokens, done.nfe
 
     def time_passes(tokens: int, cached: int) -> list[float]:
-        bundle.time_passes(tokens, cached, options.block, 3)
-        return bundle.time_passes(tokens, cached, options.block, PASSES)
+        rows = min(tokens, options.block)
+        bundle.time_passes(tokens, cached, rows, 3)
+        return bundle.time_passes(tokens, cached, rows, PASSES)
 
     return Contestant(generate, time_passes, bundle.engine)
 
@@ -202,6 +217,22 @@ def memory_bytes(device: str) -> int | None:
     return None if own is None else int(own) << 20
 
 
+def floor_ms(options: argparse.Namespace) -> float | None:
+    """Return the median time in which torch adds up as many bytes as the weights have."""
+    import torch
+
+    size = (options.bundle / "denoiser.onnx.data").stat().st_size
+    if options.device == "cuda" and size > 0.4 * torch.cuda.mem_get_info()[0]:
+        return None
+    weights = torch.zeros(size // 4, dtype=torch.int32, device=options.device)
+    seconds = []
+    for _ in range(PASSES):
+        began = time.perf_counter()
+        weights.sum(dtype=torch.int64).item()
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one contestant for each loop."""
     began = time.perf_counter()
@@ -210,14 +241,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     opened = time.perf_counter() - began
     given, loops = [5 + 7 * i % 97 for i in range(options.prompt)], []
     length, block = options.prompt + options.new, min(options.block, options.new)
+    meter = meter_of(0 if options.device == "cuda" else None)
     for cache in ("none", "dual"):
         policy = {"cache": cache, "commit": "static", "block_length": block, "stop": "none"}
         policy["steps_per_block"] = max(1, block // options.tokens_per_pass)
         sizes = (length, 0) if cache == "none" else (block, length - block)
         passes = statistics.median(contestant.time_passes(*sizes))
         for batch in options.batches if is_native else [1]:
-            seconds = []
-            for _ in range(1 + options.rounds):
+            seconds, joules = [], 0.0
+            for number in range(1 + options.rounds):
+                if meter is not None and number == 1:
+                    joules = meter.joules()
                 began = time.perf_counter()
                 canvas, nfe = contestant.generate(given, options.new, policy, batch)
                 seconds.append(time.perf_counter() - began)
@@ -234,6 +268,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "tokens_per_s": batch * options.new / median,
                     "ms_per_pass": 1e3 * median / nfe,
                     "single_pass_ms": 1e3 * passes,
+                    "joules_per_token": None
+                    if meter is None
+                    else (meter.joules() - joules) / (options.rounds * batch * options.new),
                     "memory_bytes": memory_bytes(options.device),
                     "canvas": canvas,
                 }
@@ -242,7 +279,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "contestant": options.contestant,
         "engine": contestant.engine,
         "open_s": opened,
+        "pass_ms": {
+            tokens: 1e3 * statistics.median(contestant.time_passes(tokens, length - tokens))
+            for tokens in PASS_TOKENS
+            if tokens <= length
+        },
         "loops": loops,
+        "floor_ms": floor_ms(options) if is_native else None,
     }
 
 
@@ -276,14 +319,16 @@ def prepare(options: argparse.Namespace, work: Path) -> Path:
     return checkpoint
 
 
-def build(work: Path, checkpoint: Path, precision: str) -> Path:
-    """Build a bundle, unless an earlier run built it, and return its folder."""
+def build(work: Path, checkpoint: Path, contestant: str) -> Path:
+    """Build a contestant's bundle, unless an earlier run built it, and return its folder."""
+    precision = contestant.removeprefix("native-").removesuffix(GRAPHS)
     bundle = work / f"bundle-{precision}"
     if not (bundle / "manifest.json").is_file():
         command = [sys.executable, "-m", "dlm_export.cli", "build", str(checkpoint)]
         command += ["--target", "cuda", "--precision", precision, "--no-verify"]
         # The weights are random, so calibration and judging would only cost time.
-        command += ["--solver", "nearest", "--judge", "none"] if precision == "int4" else []
+        if precision.startswith("int"):
+            command += ["--solver", "nearest", "--judge", "none"]
         run([*command, "-o", str(bundle)])
     return bundle
 
@@ -298,7 +343,7 @@ def ask(
     command = [sys.executable, "-m", __spec__.name, "--contestant", contestant]
     command += ["--checkpoint", str(checkpoint), "--device", options.device]
     if contestant in NATIVE:
-        bundle = build(work, checkpoint, contestant.removeprefix("native-"))
+        bundle = build(work, checkpoint, contestant)
         command += ["--bundle", str(bundle)]
     for name in ("prompt", "new", "block", "tokens_per_pass", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -348,19 +393,20 @@ def machine(device: str) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'contestant':18} {'cache':6} {'batch':>5} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'pass':>8}"
-        f" {'GiB':>6} {'equal':>6}"
+        f"{'contestant':20} {'cache':6} {'batch':>5} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'pass':>8}"
+        f" {'floor':>7} {'J/token':>8} {'GiB':>6} {'equal':>6}"
     )
     for row in rows:
         if "failed" in row:
-            print(f"{row['contestant']:18} {row['failed']}")
+            print(f"{row['contestant']:20} {row['failed']}")
             continue
         memory = "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.2f}"
         equal = f"{row['equal']:.2f}" if "equal" in row else "-"
         figures = f"{row['tokens_per_s']:9.1f} {row['ms_per_pass']:10.2f} {row['nfe']:7}"
         figures += f" {row['single_pass_ms']:8.2f}"
+        figures += f" {shown(row['floor_ms'], '.2f'):>7} {shown(row['joules_per_token'], '.3g'):>8}"
         print(
-            f"{row['contestant']:18} {row['cache']:6} {row['batch']:5} {figures} {memory:>6} {equal:>6}",
+            f"{row['contestant']:20} {row['cache']:6} {row['batch']:5} {figures} {memory:>6} {equal:>6}",
             flush=True,
         )
 
@@ -418,7 +464,7 @@ def main() -> int:
         if options.build_only:
             for contestant in options.contestants:
                 if contestant in NATIVE:
-                    build(work, checkpoint, contestant.removeprefix("native-"))
+                    build(work, checkpoint, contestant)
             return 0
         request = {
             name: getattr(options, name)
