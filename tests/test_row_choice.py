@@ -182,6 +182,8 @@ def test_passes_of_one_shape_run_as_one_cuda_graph(tmp_path: Path, drive: Drive)
     assert told.made("captured", 2) == 0, "the third request has the shapes of the first"
     assert told.made("replayed", 2) == told.counts[2]["nfe"]
     assert drive(bundle, cache="dual", batch=3, max_batch=3, rounds=2, **graphs).all_same()
+    # Canvases of different lengths use one block of memory, with other addresses in it.
+    assert drive(bundle, cache="dual", cycle=7, rounds=9, alternate=1, **graphs).all_same()
     # Passes that return logits, and passes with guidance, are not captured.
     assert drive(bundle, logits=9, given=12, **graphs).made("captured") == 0
 

@@ -211,6 +211,9 @@ class OnnxRuntime final : public HostEngine {
     check_pass(pass);
     RowChoice chosen;
     if (chooses_rows_) chosen = choose_rows(pass, segments);
+    // ONNX Runtime cannot run two passes of a session with CUDA graphs at the same time.
+    std::unique_lock<std::mutex> lock(capturing_, std::defer_lock);
+    if (captures_) lock.lock();
     if (captures_ && pass.batch == 1 && pass.logits == nullptr && graph_.conditioning_size == 0)
       run_captured(pass, std::move(chosen));
     else
@@ -237,23 +240,19 @@ class OnnxRuntime final : public HostEngine {
 
   // Runs a pass with the CUDA graph of its shape. The first pass of a shape captures the graph.
   void run_captured(const dlm_pass& pass, RowChoice chosen) {
-    // ONNX Runtime cannot run two passes of such a session at the same time.
-    const std::lock_guard<std::mutex> lock(capturing_);
     const CudaDevice::Use use(*device_);
     dlm_pass padded = pass;
     padded.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
     RowChoice rows = chosen;
     rows.pad(rounded_up(rows.rows.size(), kCachedStep));
-    const auto address = [](const void* const* list) {
-      return list == nullptr ? uint64_t{0} : reinterpret_cast<uintptr_t>(list[0]);
+    PassShape shape = {static_cast<uint64_t>(pass.tokens), static_cast<uint64_t>(pass.cached),
+                       static_cast<uint64_t>(padded.rows), rows.rows.size()};
+    const auto add_addresses = [&](const auto* const* list) {
+      for (size_t i = 0; list != nullptr && i < graph_.cache.size(); ++i)
+        shape.push_back(reinterpret_cast<uintptr_t>(list[i]));
     };
-    const PassShape shape = {static_cast<uint64_t>(pass.tokens),
-                             static_cast<uint64_t>(pass.cached),
-                             static_cast<uint64_t>(padded.rows),
-                             rows.rows.size(),
-                             address(pass.past_keys),
-                             address(pass.present_keys),
-                             pass.entropy != nullptr};
+    add_addresses(pass.past_keys), add_addresses(pass.past_values);
+    add_addresses(pass.present_keys), add_addresses(pass.present_values);
     auto found = captured_.find(shape);
     if (found == captured_.end() && captured_.size() < kMostCaptured)
       found = captured_
