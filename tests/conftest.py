@@ -38,6 +38,7 @@ settings.load_profile("fixed")
 # same folder for the native build.
 GROUPS = {
     "gemma": ("test_diffusion_gemma", "test_gemma_loop", "test_gemma_quantised"),
+    "cuda": ("test_cuda_target", "test_row_choice"),
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "served": (
         "test_serving_clients",
