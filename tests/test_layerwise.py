@@ -6,6 +6,7 @@ The check must accept correct graphs, and find a single wrong value.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,12 @@ def test_a_layer_may_differ_by_the_tolerance_and_not_by_more(
 ) -> None:
     exact = LayerRow("blocks.0.mlp.up", format_, 0.0, 0.0)
     kept, missed = (replace(exact, **{name: limit * times}) for times in (1.0, 1.01))
-    parity = Parity("fp16", PART_TOLERANCES["fp16"], [], [], layers=[exact, kept, missed])
-    assert len(parity.misses) == 1
-    assert f"more than {limit:.1e}" in parity.misses[0]
+    undefined = replace(exact, **{name: math.nan})
+    parity = Parity(
+        "fp16", PART_TOLERANCES["fp16"], [], [], layers=[exact, kept, missed, undefined]
+    )
+    assert len(parity.misses) == 2
+    assert all(f"more than {limit:.1e}" in miss for miss in parity.misses)
 
 
 def test_slack_is_one_step_of_an_input_on_a_boundary_and_nothing_elsewhere(fp8: Made) -> None:

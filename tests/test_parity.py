@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
 from dlm_export import graph
 from dlm_export.build import BuildOptions, build
+from dlm_export.judging.parity import against_torch
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_runtime import PRESETS, Bundle
+from dlm_export.sources import open_source
+from dlm_runtime import PRESETS, Bundle, Event
 
 # Limit for the difference of logits, relative to the range of the logits. torch and ONNX Runtime
 # add fp32 numbers in another order.
@@ -207,6 +210,46 @@ def test_logits_equal_torch_at_every_mask_ratio(pairs: dict[str, Pair], family: 
         best_two = np.sort(theirs, axis=-1)[:, -2:]
         clear = best_two[:, 1] - best_two[:, 0] > 2 * worst
         assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+
+
+@pytest.mark.parametrize("tie_error", [4, 1e12])
+def test_another_canvas_is_a_miss_unless_rounding_explains_it(
+    tie_error: float,
+    llada_checkpoint: Path,
+    llada_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bundle decides another token in its first pass, and makes one pass more than torch.
+
+    Rounding does not explain such a token. If the limit for rounding is absurdly large, the same
+    canvas is a tie.
+    """
+    stream = Bundle.stream
+
+    def changed(bundle: Bundle, **fields: Any) -> Iterator[Event]:
+        start: list[int] = fields["tokens"]
+        for event in stream(bundle, **fields):
+            at = len(start) + event.undecided[len(start) :].index(False)
+            canvas = [*event.canvas[:at], (event.canvas[at] + 1) % 50, *event.canvas[at + 1 :]]
+            result = event.result and replace(event.result, tokens=canvas, nfe=event.nfe + 1)
+            yield replace(event, canvas=canvas, result=result)
+
+    monkeypatch.setattr(Bundle, "stream", changed)
+    monkeypatch.setattr(against_torch, "TIE_ERROR", tie_error)
+    source = open_source(llada_checkpoint)
+    policy = PRESETS["llada"].with_fields({"block_length": 4})
+    parity = against_torch.check_parity(
+        *(llada_bundle, source, {"llada": policy}, "fp32"),
+        cache_dtype="float32",
+        prompts=[[1, 2, 3]],
+        max_new_tokens=4,
+    )
+    (row,) = parity.loop
+    is_tie = tie_error > 4
+    assert (row.canvases_equal, row.canvases_tied, row.nfe_equal) == (is_tie, is_tie, is_tie)
+    assert [miss.partition(",")[0] for miss in parity.misses] == (
+        [] if is_tie else ["1 of 1 canvases differ", "llada: NFE differs from the reference"]
+    )
 
 
 SHAPES = {
