@@ -197,6 +197,31 @@ def test_more_than_may_wait_are_refused_and_nothing_is_lost() -> None:
         assert scheduler.stats.finished == len(jobs)
 
 
+def test_a_waiting_request_ends_before_it_starts_if_it_is_cancelled_or_late() -> None:
+    """It ends although one older request runs, and another one still waits."""
+    denoiser, passes = ArithmeticDenoiser(), threading.Semaphore(0)
+
+    def run(p: dlm_runtime.CallbackPass) -> None:
+        assert passes.acquire(timeout=30)
+        denoiser._run(p)
+
+    request: dict[str, Any] = {"tokens": [5], "max_new_tokens": 8}
+    with (
+        dlm_runtime.from_callback(denoiser.info, run) as bundle,
+        bundle.scheduler(max_running=1) as scheduler,
+    ):
+        older = [scheduler.submit(**request) for _ in range(2)]
+        late = scheduler.submit(**request, deadline_ms=0.01)
+        cancelled = scheduler.submit(**request)
+        cancelled.cancel()
+        passes.release(2)
+        for job, finish in ((cancelled, "cancelled"), (late, "deadline")):
+            result = job.result(10)
+            assert (result.finish, result.nfe) == (finish, 0)
+        assert not any(job.done for job in older)
+        passes.release(100)
+
+
 def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
     with (
         demo.scheduler() as scheduler,
