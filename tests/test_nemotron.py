@@ -27,7 +27,7 @@ from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.loop_turns import Canvas, start_canvas
-from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, from_callback
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, DlmError, Policy, from_callback
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -231,6 +231,28 @@ def test_a_request_that_ends_early_keeps_the_drafted_tokens(
         wanted = reference.fill(denoiser, canvas, policy, max_steps=steps)
         out = bundle.generate(tokens=tokens, max_new_tokens=20, max_steps=steps)
         assert (out.tokens, out.nfe, out.finish) == (wanted.tokens, steps, "steps")
+
+
+def test_nothing_is_decided_behind_an_end_token_of_a_right_draft() -> None:
+    """Draft passes and causal passes predict the same tokens, so all drafted tokens are right."""
+    length, end = 64, 1
+
+    def run(p: CallbackPass) -> None:
+        for i, row in enumerate(p.score_rows):
+            position = int(p.position_ids[row])
+            at = position - length if position >= length else position + 1
+            p.top_tokens[i] = end if at == 7 else 10 + at, 0
+            p.top_probs[i] = 0.75, 0.25
+        for rows in p.present or []:
+            for each in rows:
+                each[:] = 0
+
+    info = DenoiserInfo(40, 39, length, (end,), has_cache=True, visible_block=1, draft_block=8)
+    with from_callback(info, run) as native:
+        policy = PRESETS["self-speculation"].as_dict()
+        out = native.generate(tokens=[2, 3, 4], max_new_tokens=12, **policy)
+    assert out.tokens == [2, 3, 4, 13, 14, 15, 16, *[end] * 8]
+    assert (out.finish, out.completion_tokens) == ("stop", 4)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
