@@ -169,6 +169,17 @@ def test_scales_by_expert_leave_the_function_as_it_was(
     assert float((exact - folded).abs().max() / exact.abs().max()) < 1e-5
 
 
+def test_an_expert_with_just_enough_tokens_gets_its_own_scales(source: Source) -> None:
+    """AWQ leaves the features of all experts with fewer tokens as they were."""
+    _, chosen, _ = entering(source, states(source, 6, 5))
+    tokens = np.bincount(chosen.flatten().numpy(), minlength=16)
+    fewest = int(np.sort(tokens)[8])
+    recipe = Recipe("test", (("*.experts.*", "int4-g32-dynamic"),), solver="awq")
+    done = calibrated(source, recipe, count=6, fewest_tokens=fewest)
+    scales = done.parameters.rows[f"{MIXTURE}.down.weight"]
+    assert (scales != 1).any(1).tolist() == (tokens >= fewest).tolist()
+
+
 @torch.no_grad()
 def test_all_experts_as_one_mlp_are_the_routed_ones() -> None:
     mixture = RoutedMLPs(ExpertsSpec(6, 2, 24), 16)
