@@ -62,6 +62,23 @@ def test_connections_without_a_request_make_room_for_others(served: Served) -> N
             client.close()
 
 
+def test_the_oldest_connections_without_a_request_make_room(served: Served) -> None:
+    clients = [connect(served) for _ in range(20)]
+    try:
+        for client in clients:
+            client.sendall(POST)
+        closed: list[socket.socket] = []
+        end = time.monotonic() + WAIT_S
+        while len(closed) < 4 and time.monotonic() < end:
+            closed, _, _ = select.select(clients, [], [], 0)
+            time.sleep(0.01)
+        assert len(closed) >= 4
+        assert closed == clients[: len(closed)]
+    finally:
+        for client in clients:
+            client.close()
+
+
 @pytest.mark.slow
 def test_headers_that_do_not_end_close_the_connection(served: Served) -> None:
     with connect(served) as client:
@@ -335,6 +352,46 @@ def test_thousands_of_problems_are_one_error() -> None:
     body = {"model": "x", "prompt": "x"} | names
     with pytest.raises(ApiError, match="2000 unknown fields"):
         fields.read(fields.CompletionBody, json.dumps(body).encode())
+
+
+def test_bodies_are_limited_together_only_while_they_arrive(demo_bundle: Path) -> None:
+    import httpx
+
+    import dlm_runtime
+    from dlm_serve import hosting
+    from dlm_serve.app import Limits, Server
+
+    text, headers = "x" * 600, {"content-type": "application/json"}
+
+    async def run() -> None:
+        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 64)
+        server = Server(models, limits=Limits(bodies_bytes=1000))
+        transport, begun, may_end = (
+            httpx.ASGITransport(server.app),
+            *(asyncio.Event() for _ in "ab"),
+        )
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield f'{{"prompt": "{text}'.encode()
+            begun.set()
+            await may_end.wait()
+            yield b'"}'
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def status() -> int:
+                return (await client.post("/tokenize", json={"prompt": text})).status_code
+
+            assert [await status() for _ in range(3)] == [200] * 3
+            first = asyncio.create_task(client.post("/tokenize", content=slow(), headers=headers))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            assert await status() == 503
+            may_end.set()
+            assert (await first).status_code == 200
+            assert await status() == 200
+        models.close()
+
+    asyncio.run(run())
 
 
 def test_few_constraints_are_compiled_at_once_and_each_only_once(
