@@ -449,6 +449,11 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["aa", "aaa"],
         ["a", "aaaa", "ab"],
     ),
+    "one of two ranges with a common end": (
+        {"oneOf": [{"type": "integer", "minimum": 5}, {"type": "integer", "maximum": 5}]},
+        [4, 6],
+        [5],
+    ),
     "a dynamic reference": (
         {
             "$dynamicAnchor": "n",
