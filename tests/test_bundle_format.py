@@ -894,6 +894,14 @@ def test_an_engine_of_an_edited_entry_or_another_graph_is_refused(
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
+@pytest.mark.parametrize(("sizes", "wrong"), [([9, 8, 64], 1), ([1, 65, 64], 2)])
+def test_the_sizes_of_an_engines_profile_ascend(bundle: Path, sizes: list[int], wrong: int) -> None:
+    """JSON Schema cannot express this rule, so only the native reader checks it."""
+    _write_with_engine(bundle, lambda entry: entry["profiles"]["block"].update(rows=sizes))
+    place = f"loop.engines.rtx5090.profiles.block.rows[{wrong}]: "
+    assert place in _refusal(bundle, engine="none")
+
+
 @examples(40)
 @given(data=st.data())
 def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
