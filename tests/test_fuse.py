@@ -309,6 +309,7 @@ def test_a_part_of_another_form_keeps_its_operators(
     calls = _calls(after)
     assert fused.calls == {key: count for key, count in calls.items() if key in operators.KERNELS}
     assert {key: calls[key] for key in counts} == counts
+    assert fused.has_segments == (calls["Attention"] == 0)
 
 
 def test_queries_and_keys_that_turn_by_different_parts_stay(llada_checkpoint: Path) -> None:
