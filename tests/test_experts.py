@@ -177,7 +177,8 @@ def test_kernels_compute_the_definition(
     name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLM_KERNELS", kernels)
-    for shape in SHAPES:
+    # The kernels for INT4 multiply eight inputs at once. The last shape is no multiple of a vector.
+    for shape in SHAPES if name == "Int4Experts" else [*SHAPES, (5, 3, 20, 12, 2)]:
         inputs, attributes = laid_out(mixture(shape), name)
         wanted = run(name, inputs, attributes, has_kernels=False)
         try:
