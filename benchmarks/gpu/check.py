@@ -42,10 +42,6 @@ FAMILIES = (
     "nemotron",
     "stable_diffcoder",
     "wedlm",
-    "diffusion_gemma",
-    "bert",
-    "roberta",
-    "modern_bert",
     "sdar_moe",
     "rnd1",
 )
@@ -71,7 +67,7 @@ def build(work: Path, family: str, precision: str) -> tuple[Path, Path, str]:
         return checkpoint, bundle, ""
     command = [sys.executable, "-m", "dlm_export.cli", "build", str(checkpoint)]
     command += ["--target", "cuda", "--precision", precision, "-o", str(bundle), "--no-verify"]
-    if family == "fast_dllm_v2":
+    if family in ("fast_dllm_v2", "stable_diffcoder"):
         command += ["--mask-token-id", "90"]
     if precision.startswith("int4"):
         command += ["--solver", "nearest"]
