@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "compile/automata/numbers.h"
+#include "compile/tokens/lists.h"
 
 namespace dlm::compile {
 namespace {
@@ -127,21 +128,6 @@ class Reader {
   std::vector<std::pair<int32_t, int32_t>> open_;
 };
 
-// Assigns an index to each list of ints. Equal lists get the same index.
-class Numbered {
- public:
-  int32_t number_of(std::vector<int32_t> list) {
-    const auto [found, is_new] =
-        numbers_.try_emplace(std::move(list), static_cast<int32_t>(lists.size()));
-    if (is_new) lists.push_back(&found->first);
-    return found->second;
-  }
-  std::vector<const std::vector<int32_t>*> lists;
-
- private:
-  std::map<std::vector<int32_t>, int32_t> numbers_;
-};
-
 class Builder {
  public:
   Builder(Bytes bytes, const Vocabulary& vocabulary, Budget& budget)
@@ -168,8 +154,8 @@ class Builder {
   }
 
  private:
-  // A token, and the node that the answer reaches with this token. `tags` is an index in
-  // tags_.lists. The list at this index contains the options that the token completes.
+  // A token, and the node that the answer reaches with this token. `tags` is the index of a list in
+  // tags_. This list contains the options that the token completes.
   struct Leap {
     int32_t token, node, tags;
   };
@@ -237,9 +223,10 @@ class Builder {
         if (step == nullptr) continue;
         to = step->to;
         if (step->completed >= 0) {
-          std::vector<int32_t> list = *tags_.lists[index(tags)];
+          const auto [first, last] = tags_.list(tags);
+          std::vector<int32_t> list(first, last);
           list.push_back(step->completed);
-          completed = tags_.number_of(std::move(list));
+          completed = tags_.number_of(list);
         }
       }
       const bool is_other = wanted >= 0 && child != wanted &&
@@ -310,8 +297,8 @@ class Builder {
       if (distances_[state] < 0) continue;
       renamed_[state] = static_cast<int32_t>(alive_.size());
       alive_.push_back(static_cast<int32_t>(state));
-      for (const int32_t option : *tags_.lists[index(states_[state].tags)])
-        is_made[index(option)] = 1;
+      const auto [first, last] = tags_.list(states_[state].tags);
+      for (const int32_t* option = first; option != last; ++option) is_made[index(*option)] = 1;
     }
     for (size_t option = 0; option < is_made.size(); ++option)
       if (is_made[option] == 0)
@@ -332,29 +319,32 @@ class Builder {
         for (const int32_t token : edge.tokens) edges_of[index(token)].push_back(number);
         ++number;
       }
-    Numbered classes;
-    for (std::vector<int32_t>& edges : edges_of)
-      out.token_class.push_back(edges.empty() ? kNone : classes.number_of(std::move(edges)));
-    out.classes = static_cast<int32_t>(classes.lists.size());
+    Lists classes;
+    for (const std::vector<int32_t>& edges : edges_of)
+      out.token_class.push_back(edges.empty() ? kNone : classes.number_of(edges));
+    out.classes = classes.size();
     std::vector<std::vector<int32_t>> classes_of(index(number));  // for each edge: its classes
-    for (int32_t each = 0; each < out.classes; ++each)
-      for (const int32_t edge : *classes.lists[index(each)])
-        if (edge >= 0) classes_of[index(edge)].push_back(each);
-    Numbered groups;
+    for (int32_t each = 0; each < out.classes; ++each) {
+      const auto [first, last] = classes.list(each);
+      for (const int32_t* edge = first; edge != last; ++edge)
+        if (*edge >= 0) classes_of[index(*edge)].push_back(each);
+    }
+    Lists groups;
     out.edge_starts.push_back(0);
     for (size_t state = 0, edge = 0; state < alive_.size(); ++state) {
       for (const Edge& each : edges_[index(alive_[state])]) {
         if (renamed_[index(each.to)] < 0) continue;
         out.edge_states.push_back(renamed_[index(each.to)]);
-        out.edge_groups.push_back(groups.number_of(std::move(classes_of[edge++])));
+        out.edge_groups.push_back(groups.number_of(classes_of[edge++]));
       }
       out.edge_starts.push_back(static_cast<int32_t>(out.edge_states.size()));
       out.distances.push_back(distances_[index(alive_[state])]);
     }
-    out.groups = static_cast<int32_t>(groups.lists.size());
+    out.groups = groups.size();
     out.group_starts.push_back(0);
-    for (const std::vector<int32_t>* const group : groups.lists) {
-      out.group_classes.insert(out.group_classes.end(), group->begin(), group->end());
+    for (int32_t group = 0; group < out.groups; ++group) {
+      const auto [first, last] = groups.list(group);
+      out.group_classes.insert(out.group_classes.end(), first, last);
       out.group_starts.push_back(static_cast<int32_t>(out.group_classes.size()));
     }
   }
@@ -363,8 +353,8 @@ class Builder {
     out.question_starts = bytes_.question_starts;
     out.tag_starts.push_back(0);
     for (const int32_t state : alive_) {
-      const std::vector<int32_t>& tags = *tags_.lists[index(states_[index(state)].tags)];
-      out.tags.insert(out.tags.end(), tags.begin(), tags.end());
+      const auto [first, last] = tags_.list(states_[index(state)].tags);
+      out.tags.insert(out.tags.end(), first, last);
       out.tag_starts.push_back(static_cast<int32_t>(out.tags.size()));
     }
   }
@@ -374,7 +364,7 @@ class Builder {
   const TokenTree& tree_;
   Budget& budget_;
   int32_t end_node_ = kNone;
-  Numbered tags_;
+  Lists tags_;
   // For each node: the tokens that can follow it. The list is empty if it is not computed yet.
   std::vector<std::vector<Leap>> leaps_;
   // Maps a node and tags to the number of the state.
