@@ -38,6 +38,25 @@ inline char32_t next_char(std::string_view text, size_t& at) {
   return point;
 }
 
+// Returns true if a byte of UTF-8 text is not the first byte of a character.
+inline bool continues_char(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
+
+// Returns the number of characters of a text, which must be valid UTF-8.
+inline size_t count_chars(std::string_view text) {
+  size_t count = 0;
+  for (const char byte : text) count += continues_char(byte) ? 0 : 1;
+  return count;
+}
+
+// Removes the last character if some of its bytes are missing. Removes the whole text if the first
+// bytes of the first character are missing. The other characters must be valid UTF-8.
+inline void drop_cut_char(std::string& text) {
+  if (text.empty() || continues_char(text[0])) return text.clear();
+  size_t last = text.size() - 1;
+  while (continues_char(text[last])) --last;
+  if (text.size() - last < char_bytes(text[last])) text.resize(last);
+}
+
 inline void append_char(char32_t point, std::string& out) {
   const auto put = [&](char32_t byte) { out += static_cast<char>(byte); };
   if (point < 0x80) return put(point);

@@ -53,7 +53,7 @@ size_t space_before(std::string_view text) {
   size_t end = text.size();
   while (end > 0) {
     size_t start = end - 1;
-    while ((static_cast<uint8_t>(text[start]) & 0xC0) == 0x80) --start;
+    while (continues_char(text[start])) --start;
     size_t at = start;
     if (!is_space(next_char(text, at))) break;
     end = start;
@@ -305,14 +305,12 @@ class Encoding {
     size_t start = 0;
     if (file_.drops_space && is_space(next_char(word, start))) return;
     const size_t before = out_.size();
-    size_t chars = 0;
-    for (const char each : word) chars += (static_cast<uint8_t>(each) & 0xC0) != 0x80;
+    const size_t chars = count_chars(word);
     for (start = 0; start < word.size() && chars <= kLongestWord;) {
       int32_t found = -1;
       size_t end = word.size();
       for (; end > start; --end) {
-        const bool is_cut = end < word.size() && (static_cast<uint8_t>(word[end]) & 0xC0) == 0x80;
-        if (is_cut) continue;  // `end` is inside a character
+        if (end < word.size() && continues_char(word[end])) continue;  // inside a character
         found = piece_of(word.substr(start, end - start), start > 0);
         if (found >= 0) break;
       }

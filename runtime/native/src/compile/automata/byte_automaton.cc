@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "base/json.h"
+#include "base/utf8.h"
 
 namespace dlm::compile {
 namespace {
@@ -133,7 +134,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
       size_t good = i;  // length of the accepted part, without a cut character
-      while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
+      while (good > 0 && continues_char(before[good])) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +
                                             json::quoted(before.substr(0, good)) + hint);

@@ -278,9 +278,7 @@ void refuse_grammar(std::string_view text, size_t at, const std::string& why) {
   const std::string_view before = text.substr(0, at);
   const size_t line = static_cast<size_t>(std::count(before.begin(), before.end(), '\n')) + 1;
   const size_t start = before.rfind('\n') + 1;  // npos + 1 is 0 if there is no line break
-  size_t column = 1;
-  for (size_t i = start; i < before.size(); ++i)
-    column += (static_cast<uint8_t>(before[i]) & 0xC0) != 0x80 ? 1 : 0;
+  const size_t column = 1 + count_chars(before.substr(start));
   throw Error(DLM_INVALID_ARGUMENT, "grammar: line " + std::to_string(line) + ", column " +
                                         std::to_string(column) + ": " + why);
 }

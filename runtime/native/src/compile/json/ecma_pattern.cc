@@ -89,8 +89,7 @@ class EcmaReader {
 
  private:
   [[noreturn]] void refuse(const std::string& what) const {
-    size_t place = 0;  // number of characters before the error
-    for (size_t at = 0; at < at_ && at < pattern_.size(); at += char_bytes(pattern_[at])) ++place;
+    const size_t place = count_chars(pattern_.substr(0, at_));
     throw Error(DLM_INVALID_ARGUMENT, "pattern " + json::quoted(pattern_) + " has " + what +
                                           " at character " + std::to_string(place));
   }

@@ -196,7 +196,7 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
     const std::string& text = e.text(node);
     size_t at = 0;
     if (!is_start)
-      for (at = text.size() - 1; (static_cast<uint8_t>(text[at]) & 0xC0) == 0x80;) --at;
+      for (at = text.size() - 1; continues_char(text[at]);) --at;
     return contains(points, next_char(text, at)) ? node : e.nothing();
   }
   if (depth < kDeepestEdge) {

@@ -40,9 +40,8 @@ char32_t RegexText::next(const char* what) {
 }
 
 void RegexText::refuse(const std::string& what) const {
-  size_t place = 0;  // the number of characters before the error
-  for (size_t at = 0; at < at_ && at < text_.size(); at += char_bytes(text_[at])) ++place;
-  fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(), place);
+  fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(),
+       count_chars(text_.substr(0, at_)));
 }
 
 // Skips white space and comments if the flag x of the regular expression is set. Otherwise does

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/utf8.h"
 #include "compile/json/json_text.h"
 #include "compile/schema/keyword_shapes.h"
 #include "compile/schema/uri.h"
@@ -82,7 +83,7 @@ void append_shown(const Value& value, std::string& out) {
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
-    if ((static_cast<unsigned char>(text[i]) & 0xC0) == 0x80) continue;
+    if (continues_char(text[i])) continue;
     if (points++ == most) return text.substr(0, i) + "...";
   }
   return text;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/utf8.h"
 #include "compile/json/formats.h"
 #include "compile/schema/keywords.h"
 #include "compile/schema/layout.h"
@@ -10,12 +11,6 @@ namespace dlm::compile::schema {
 namespace {
 
 using json::Value;
-
-size_t code_points(const std::string& text) {
-  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
-    return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
-  }));
-}
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
@@ -127,7 +122,7 @@ bool Holds::text_atom(const Term& term, const std::string& text_) {
       return (term.values->lookup.count("s" + std::to_string(text_.size()) + ":" + text_) != 0) ==
              term.positive;
     case Atom::length:
-      return is_within(code_points(text_), term);
+      return is_within(count_chars(text_), term);
     case Atom::pattern:
       return matches(term.text, text_, *term.schema,
                      term.positive ? Found::surely : Found::perhaps) == term.positive;

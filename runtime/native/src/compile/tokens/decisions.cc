@@ -12,16 +12,15 @@
 
 #include "base/error.h"
 #include "base/json.h"
+#include "base/utf8.h"
 #include "compile/automata/numbers.h"
 #include "compile/tokens/lists.h"
+#include "compile/tokens/token_states.h"
 
 namespace dlm::compile {
 namespace {
 
 constexpr size_t kMostAnswerBytes = size_t{1} << 20, kMostOptions = 255;
-// A forced text consists of the only bytes that can come next. The compiler passes at most this
-// many bytes of such a text to the tokenizer.
-constexpr size_t kEncodedBytes = 96;
 
 // A graph of the bytes of all answers. Each node stores the bytes that can come next. The paths of
 // all options of a question lead to the same next node.
@@ -188,15 +187,7 @@ class Builder {
       if (out.size() < kEncodedBytes) out += static_cast<char>(step.byte);
       node = step.to;
     }
-    const auto continues = [&](size_t at) {
-      return (static_cast<uint8_t>(out[at]) & 0xC0) == 0x80;
-    };
-    if (out.empty() || continues(0)) return "";
-    size_t last = out.size() - 1;
-    while (continues(last)) --last;
-    const auto lead = static_cast<uint8_t>(out[last]);
-    const size_t needed = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-    if (out.size() - last < needed) out.resize(last);
+    drop_cut_char(out);
     return out;
   }
 

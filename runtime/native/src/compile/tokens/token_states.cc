@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/utf8.h"
 #include "compile/automata/numbers.h"
 
 namespace dlm::compile {
@@ -15,9 +16,6 @@ namespace {
 // A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
 // distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// A forced text consists of the only bytes that can come next. The compiler passes at most this
-// many bytes of such a text to the tokenizer.
-constexpr int32_t kEncodedBytes = 96;
 
 }  // namespace
 
@@ -95,13 +93,7 @@ std::string TokenStates::text_after(int32_t state) const {
     out += static_cast<char>(edge.low);
     state = edge.state;
   }
-  const auto byte_at = [&](size_t i) { return static_cast<uint8_t>(out[i]); };
-  if ((byte_at(0) & 0xC0) == 0x80) return "";
-  size_t last = out.size() - 1;  // index of the first byte of the last character
-  while (last > 0 && (byte_at(last) & 0xC0) == 0x80) --last;
-  const uint8_t lead = byte_at(last);
-  const size_t needed = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  if (out.size() - last < needed) out.resize(last);
+  drop_cut_char(out);
   return out;
 }
 

@@ -12,6 +12,10 @@
 
 namespace dlm::compile {
 
+// A forced text consists of the only bytes that can come next. The compiler passes at most this
+// many bytes of such a text to the tokenizer.
+constexpr size_t kEncodedBytes = 96;
+
 // The tables of the states of `texts`. `texts` and `budget` must outlive this object.
 class TokenStates {
  public:
