@@ -90,23 +90,10 @@ Formula Writer::reduced(Formula formula, const Case& found, const std::vector<st
 Formula Writer::violation(const Term& term, const std::vector<std::string>& names) {
   const Schema& schema = *term.schema;
   std::vector<Formula> ways;
-  const auto breaks = [&](const std::string& name, const json::Value& value) {
-    const Schema& inner = document_.schema(value);
-    ways.push_back(
-        formulas_.all({formulas_.has(name, true, &schema), formulas_.member(name, inner, false)}));
-  };
-  const json::Value* const patterns = schema[Keyword::pattern_properties];
-  const json::Value* const others = schema[Keyword::additional_properties];
   for (const std::string& name : names) {
-    bool is_listed = schema.properties.count(name) != 0;
-    if (patterns != nullptr) {
-      for (const json::Value& each : patterns->members()) {
-        if (!holds_.matches(each.key(), name, schema)) continue;
-        is_listed = true;
-        breaks(name, each);
-      }
-    }
-    if (!is_listed && others != nullptr) breaks(name, *others);
+    for (const json::Value* const value : holds_.unlisted(schema, name))
+      ways.push_back(formulas_.all({formulas_.has(name, true, &schema),
+                                    formulas_.member(name, document_.schema(*value), false)}));
   }
   return formulas_.any(ways);
 }
