@@ -455,6 +455,14 @@ Decimal Decimal::parse(std::string_view number) {
   return value;
 }
 
+std::optional<int64_t> Decimal::integer(int64_t most_digits) const {
+  if (!is_integer() || static_cast<int64_t>(digits.size()) + exponent > most_digits)
+    return std::nullopt;
+  int64_t found = is_zero() ? 0 : std::stoll(digits);
+  for (int64_t i = 0; i < exponent; ++i) found *= 10;
+  return is_negative ? -found : found;
+}
+
 int Decimal::compare(const Decimal& other) const {
   const int sign = is_negative ? -1 : 1;
   if (is_zero() || other.is_zero() || is_negative != other.is_negative) {

@@ -25,6 +25,9 @@ struct Decimal {
   // -100,000.
   static Decimal parse(std::string_view number);
   bool is_integer() const { return exponent >= 0; }
+  // Returns the number if it is an integer of at most `most_digits` digits, which must be at most
+  // 18. Otherwise returns nullopt.
+  std::optional<int64_t> integer(int64_t most_digits) const;
   bool is_zero() const { return digits.empty(); }
   // Returns a negative number if this number is less than `other`. Returns 0 if this number equals
   // `other`. Otherwise returns a positive number.

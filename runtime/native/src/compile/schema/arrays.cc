@@ -282,28 +282,15 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   if ((term.kinds & ~(kNull | kBoolean | kInteger)) != 0) return false;
   if ((term.kinds & kInteger) != 0) {
     if (!low.has_value() || !high.has_value()) return false;
-    const auto integer = [](const Decimal& number) -> std::optional<int64_t> {
-      if (number.is_zero()) return 0;
-      constexpr int64_t kMostDigits = 15;
-      if (static_cast<int64_t>(number.digits.size()) + number.exponent > kMostDigits)
-        return std::nullopt;
-      int64_t found = std::stoll(number.digits);
-      for (int64_t i = 0; i < number.exponent; ++i) found *= 10;
-      return number.is_negative ? -found : found;
-    };
-    const auto first = integer(*low), last = integer(*high);
+    constexpr int64_t kMostDigits = 15;
+    const auto first = low->integer(kMostDigits), last = high->integer(kMostDigits);
     if (!first.has_value() || !last.has_value()) return false;
     const int64_t from = *first + (is_low_excluded ? 1 : 0),
                   to = *last - (is_high_excluded ? 1 : 0);
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // This code makes the same key as key_of().
-      const Decimal decimal = Decimal::parse(text);
-      add(decimal.is_zero() ? "#0"
-                            : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
-                                  std::to_string(decimal.exponent),
-          text);
+      add(key_of(Decimal::parse(text)), text);
     }
   }
   if ((term.kinds & kNull) != 0) add("n", "null");

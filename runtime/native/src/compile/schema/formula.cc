@@ -12,25 +12,6 @@ namespace {
 
 using json::Value;
 
-// Returns true if the meaning of an atom depends on the keywords of Term::schema.
-bool belongs_to_schema(Atom atom) {
-  switch (atom) {
-    case Atom::items:
-    case Atom::item:
-    case Atom::matches:
-    case Atom::members:
-    case Atom::member:
-    case Atom::violates:
-    case Atom::names:
-    case Atom::unevaluated_items:
-    case Atom::unevaluated_properties:
-    case Atom::rejected:
-      return true;
-    default:
-      return false;
-  }
-}
-
 std::string content_of(const Term& term) {
   std::string out;
   const auto put = [&](const auto& value) {
@@ -45,13 +26,31 @@ std::string content_of(const Term& term) {
   put(term.atom), put(term.positive), put(term.inner), put(term.low), put(term.high);
   put(term.first), put(term.values);
   if (term.atom == Atom::type || term.atom == Atom::integer) put(term.kinds);
-  if (belongs_to_schema(term.atom)) put(term.schema), put(term.keyword);
+  if (has_inner_values(term.atom) || term.atom == Atom::rejected)
+    put(term.schema), put(term.keyword);
   put(term.number.is_negative), put(term.number.is_plain), put(term.number.exponent),
       put(term.number.digits.size());
   return out + term.number.digits + term.text;
 }
 
 }  // namespace
+
+bool has_inner_values(Atom atom) {
+  switch (atom) {
+    case Atom::items:
+    case Atom::item:
+    case Atom::matches:
+    case Atom::members:
+    case Atom::member:
+    case Atom::violates:
+    case Atom::names:
+    case Atom::unevaluated_items:
+    case Atom::unevaluated_properties:
+      return true;
+    default:
+      return false;
+  }
+}
 
 Formulas::Formulas(Document& document, Recursion& recursion, Budget& budget)
     : document_(document), recursion_(recursion), budget_(budget) {
@@ -231,12 +230,8 @@ Formula Formulas::rejected(const Schema& schema, Keyword keyword, uint8_t type_)
 uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwise) {
   constexpr uint64_t kMost = 1'000'000'000'000;
   if (schema[keyword] == nullptr) return otherwise;
-  const Decimal number = Decimal::parse(schema[keyword]->written());
-  if (number.is_zero()) return 0;
-  if (number.digits.size() + static_cast<uint64_t>(number.exponent) > 12) return kMost;
-  uint64_t found = std::stoull(number.digits);
-  for (int64_t i = 0; i < number.exponent; ++i) found *= 10;
-  return found;
+  const auto found = Decimal::parse(schema[keyword]->written()).integer(12);
+  return found.has_value() ? static_cast<uint64_t>(*found) : kMost;
 }
 
 // Returns a formula that is true if a count is at least `low` and at most `high`. If `positive` is

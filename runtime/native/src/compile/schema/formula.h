@@ -65,6 +65,10 @@ enum class Atom : uint8_t {
   rejected  // a placeholder, because no formula can express `keyword` of `schema`
 };
 
+// Returns true if an atom is about the items, properties or names of a value, to which the keywords
+// of Term::schema apply schemas.
+bool has_inner_values(Atom atom);
+
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
 // The distinct values of an enum. `keys` contains the results of key_of().

@@ -36,12 +36,9 @@ std::string text_of(const Value& value, const Layout& layout, uint32_t level) {
       // JSON Schema says that 1.0 equals 1. Programs that expect an integer reject 1.0, but
       // programs that expect a fraction accept 1.
       const Decimal number = Decimal::parse(value.written());
-      constexpr size_t kMostDigits = 15;  // every double represents these integers exactly
-      if (number.is_plain || !number.is_integer() ||
-          number.digits.size() + static_cast<size_t>(number.exponent) > kMostDigits)
-        return value.written();
-      const std::string zeros(number.is_zero() ? 1 : static_cast<size_t>(number.exponent), '0');
-      return (number.is_negative && !number.is_zero() ? "-" : "") + number.digits + zeros;
+      constexpr int64_t kMostDigits = 15;  // every double represents these integers exactly
+      const auto integer = number.integer(kMostDigits);
+      return number.is_plain || !integer.has_value() ? value.written() : std::to_string(*integer);
     }
     case Kind::string:
       return json_string(value.string());
@@ -65,6 +62,11 @@ std::string text_of(const Value& value, const Layout& layout, uint32_t level) {
   return out + (is_array ? ']' : '}');
 }
 
+std::string key_of(const Decimal& number) {
+  if (number.is_zero()) return "#0";
+  return (number.is_negative ? "#-" : "#") + number.digits + "e" + std::to_string(number.exponent);
+}
+
 std::string key_of(const Value& value) {
   const auto text = [](const std::string& found) {
     return std::to_string(found.size()) + ":" + found;
@@ -74,12 +76,8 @@ std::string key_of(const Value& value) {
       return "n";
     case Kind::boolean:
       return value.boolean() ? "t" : "f";
-    case Kind::number: {
-      const Decimal number = Decimal::parse(value.written());
-      if (number.is_zero()) return "#0";
-      return (number.is_negative ? "#-" : "#") + number.digits + "e" +
-             std::to_string(number.exponent);
-    }
+    case Kind::number:
+      return key_of(Decimal::parse(value.written()));
     case Kind::string:
       return "s" + text(value.string());
     case Kind::array: {

@@ -6,6 +6,7 @@
 
 #include "base/json.h"
 #include "compile/automata/expression.h"
+#include "compile/json/json_numbers.h"
 
 namespace dlm::compile::schema {
 
@@ -37,6 +38,7 @@ std::string text_of(const json::Value& value, const Layout& layout, uint32_t lev
 // Returns a text that identifies a value. Two values have the same key if and only if the two
 // values are equal. For example, 1 and 1.0 are equal, but true and 1 are different.
 std::string key_of(const json::Value& value);
+std::string key_of(const Decimal& number);
 
 // Returns the texts of an array or object with `low` to `high` items. `item` contains the texts of
 // one item. For an object, an item is a property with its name.

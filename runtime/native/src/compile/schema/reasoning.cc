@@ -106,32 +106,12 @@ const std::vector<uint32_t>& Formulas::numbers(Formula formula) {
   budget_.check();
   const Term& term = terms_[formula];
   std::vector<uint32_t> made;
-  const auto unite = [&](const std::vector<uint32_t>& others) {
-    std::vector<uint32_t> merged;
-    std::set_union(made.begin(), made.end(), others.begin(), others.end(),
-                   std::back_inserter(merged));
-    made.swap(merged);
-  };
   if (term.op != Op::atom) {
-    for (const Formula part : term.parts) unite(numbers(part));
+    for (const Formula part : term.parts) unite(made, numbers(part));
   } else if (term.atom == Atom::enter) {
     made = {static_cast<uint32_t>(term.low)};
-  } else {
-    switch (term.atom) {
-      case Atom::items:
-      case Atom::item:
-      case Atom::matches:
-      case Atom::members:
-      case Atom::member:
-      case Atom::violates:
-      case Atom::names:
-      case Atom::unevaluated_items:
-      case Atom::unevaluated_properties:
-        made = recursion_.below(*term.schema->value);
-        break;
-      default:
-        break;
-    }
+  } else if (has_inner_values(term.atom)) {
+    made = recursion_.below(*term.schema->value);
   }
   return numbers_[formula] = std::move(made);
 }

@@ -9,14 +9,14 @@ namespace {
 // component. If there would be more, Recursion uses fewer counters.
 constexpr uint64_t kMostCombinations = 4096;
 
+}  // namespace
+
 void unite(std::vector<uint32_t>& into, const std::vector<uint32_t>& others) {
   std::vector<uint32_t> merged;
   std::set_union(into.begin(), into.end(), others.begin(), others.end(),
                  std::back_inserter(merged));
   into.swap(merged);
 }
-
-}  // namespace
 
 Recursion::Recursion(Document& document, Budget& budget) : document_(document), budget_(budget) {
   vertex(*document.root().value);

@@ -19,6 +19,9 @@ namespace dlm::compile::schema {
 
 constexpr uint32_t kNotCounted = UINT32_MAX;
 
+// Adds the numbers in `others` to `into`. Both lists are in ascending order.
+void unite(std::vector<uint32_t>& into, const std::vector<uint32_t>& others);
+
 class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
