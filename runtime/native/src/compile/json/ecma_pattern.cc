@@ -46,10 +46,6 @@ const CodePoints& any_word() {
   return points;
 }
 
-Node in_utf8(Expressions& expressions, const CodePoints& points) {
-  return expressions.characters(points);
-}
-
 struct Flags {
   bool ignores_case = false, is_multiline = false, dot_is_all = false;
 };

@@ -17,9 +17,15 @@ constexpr uint32_t kMostRepetitions = 1000;
 constexpr int kDeepest = 2000;  // largest depth of nested calls
 constexpr int kDeepestEdge = 64;
 
-// Increases a depth counter by 1 while this object exists.
+// Increases a depth counter by 1 while this object exists. Throws an error if the calls are nested
+// too deeply.
 struct Deeper {
-  explicit Deeper(int& depth) : depth_(++depth) {}
+  Deeper(int& depth, const std::string& subject) : depth_(depth) {
+    if (depth_ == kDeepest)
+      fail(DLM_INVALID_ARGUMENT, "%s: anchors or look-around are nested too deeply",
+           subject.c_str());
+    ++depth_;
+  }
   ~Deeper() { --depth_; }
   int& depth_;
 };
@@ -239,8 +245,7 @@ Looks::Rest Looks::joined(const Rest& first, const Rest& second) {
 }
 
 Looks::Rest Looks::rest_from(Piece piece, const Rest& rest) {
-  const Deeper deeper(depth_);
-  if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
+  const Deeper deeper(depth_, subject_);
   expressions_.budget().check();
   if (piece.item == 0) return rest_from_node(piece.node, rest);
   // The reference stays valid, because this function adds no items to items_.
@@ -367,8 +372,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
 
 Node Looks::texts(Piece piece, size_t before, size_t after) {
   if (piece.item == 0) return piece.node;
-  const Deeper deeper(depth_);
-  if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
+  const Deeper deeper(depth_, subject_);
   Item& item = items_[piece.item];
   if (!item.looks_before) before = 0;
   if (!item.looks_after) after = 0;
@@ -422,8 +426,7 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
-  const Deeper deeper(depth_);
-  if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
+  const Deeper deeper(depth_, subject_);
   const Key key{piece.item, from, 0, before, after};
   if (const auto known = known_.find(key); known != known_.end()) return known->second;
   const bool looks = std::any_of(item.parts.begin() + static_cast<std::ptrdiff_t>(from) + 1,
@@ -437,8 +440,7 @@ Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size
 Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, size_t after) {
   if (high == 0) return expressions_.empty();
   if (low == 0 && high == kUnbounded) return endless(piece, before, after);
-  const Deeper deeper(depth_);
-  if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
+  const Deeper deeper(depth_, subject_);
   expressions_.budget().check();
   const Key key{piece.item, low, high, before, after};
   if (const auto known = known_.find(key); known != known_.end()) return known->second;

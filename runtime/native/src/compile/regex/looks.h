@@ -146,4 +146,9 @@ class Looks {
   std::map<std::tuple<Node, Side, uint64_t>, Node> known_edges_;
 };
 
+// A Looks::Spell that writes a character in UTF-8.
+inline Node in_utf8(Expressions& expressions, const CodePoints& points) {
+  return expressions.characters(points);
+}
+
 }  // namespace dlm::compile

@@ -13,10 +13,6 @@
 namespace dlm::compile {
 namespace {
 
-Node in_utf8(Expressions& expressions, const CodePoints& points) {
-  return expressions.characters(points);
-}
-
 class RegexReader : RegexText {
  public:
   RegexReader(Expressions& expressions, std::string_view text)

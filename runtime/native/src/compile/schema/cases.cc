@@ -236,7 +236,9 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         type == kObject ? names_of(found) : std::vector<std::string>();
     const std::optional<size_t> choice = next_choice(found, type, names);
     if (choice.has_value()) {
-      split(found, *choice, open);
+      const Formula formula = found.choices[*choice];
+      found.asserted.erase(formula);
+      split(std::move(found), *choice, formulas_.alternatives(formula), open);
       continue;
     }
     if (found.is_dead) continue;
@@ -326,14 +328,13 @@ bool Writer::expand_violation(Case& found, const std::vector<std::string>& names
   return true;
 }
 
-void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
-  const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
+// Adds one case to `open` for each alternative in `ways`, which replaces a choice of the case.
+void Writer::split(Case found, size_t choice, std::vector<Formula> ways, std::vector<Case>& open) {
+  found.choices.erase(found.choices.begin() + static_cast<ptrdiff_t>(choice));
   // `open` is a stack, so the loop pushes the alternatives in reverse order.
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;
-    made.asserted.erase(made.choices[choice]);
-    made.choices.erase(made.choices.begin() + static_cast<ptrdiff_t>(choice));
     assert_all(made, {ways[i]});
     if (!made.is_dead) open.push_back(std::move(made));
   }
@@ -352,15 +353,9 @@ void Writer::split_with_names(const Case& found, size_t choice,
     return;
   }
   const Op op = formulas_[rest].op;
-  const std::vector<Formula> ways =
-      op == Op::any || op == Op::one ? formulas_.alternatives(rest) : std::vector<Formula>{rest};
-  for (size_t i = ways.size(); i-- > 0;) {
-    expressions_.budget().check();
-    Case made = found;
-    made.choices.erase(made.choices.begin() + static_cast<ptrdiff_t>(choice));
-    assert_all(made, {ways[i]});
-    if (!made.is_dead) open.push_back(std::move(made));
-  }
+  split(found, choice,
+        op == Op::any || op == Op::one ? formulas_.alternatives(rest) : std::vector<Formula>{rest},
+        open);
 }
 
 void Writer::refuse_violation(Formula formula) {

@@ -129,7 +129,7 @@ class Writer {
   Made container_values(Formula formula, uint8_t type, const Place& place);
   std::optional<size_t> next_choice(const Case& found, uint8_t type,
                                     const std::vector<std::string>& names);
-  void split(const Case& found, size_t choice, std::vector<Case>& open);
+  void split(Case found, size_t choice, std::vector<Formula> ways, std::vector<Case>& open);
   bool expand_violation(Case& found, const std::vector<std::string>& names,
                         std::vector<Case>& open);
   void split_with_names(const Case& found, size_t choice, const std::vector<std::string>& names,
