@@ -137,35 +137,34 @@ class Writer(ABC):
         try:
             for chunk in self._opening(index):
                 found.put_nowait(chunk)
-            follow = self._snapshots if self._is_diffusing else self._deltas
-            async for chunk in follow(index, job):
-                found.put_nowait(chunk)
+            sent = 0
+            async for event in job:
+                self._note(index, job, event)
+                end = None
+                if event.result is not None:
+                    end = await self._answered(index, event.result)
+                chunks: Iterable[bytes] = ()
+                if end is not None and end.calls:
+                    chunks = self._calls(index, end.calls)
+                elif self._is_diffusing:
+                    chunks = await self._whole(index, job, event, end)
+                elif len(text := self._final_text(event, end)) > sent:
+                    chunks = self._text(index, text[sent:])
+                    sent = len(text)
+                for chunk in chunks:
+                    self.has_text = True
+                    found.put_nowait(chunk)
+                for chunk in () if end is None else self._end(index, end):
+                    found.put_nowait(chunk)
         finally:
             found.put_nowait(None)
 
-    async def _deltas(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Yield events that add text. While the text may become a function call, yield no event."""
-        sent = 0
-        async for event in job:
-            self._note(index, job, event)
-            end, text = None, event.text or ""
-            if event.result is not None:
-                end = await self._answered(index, event.result)
-                text = end.text
-            elif self._ask.hole is not None or self._may_call(text):
-                continue
-            chunks: Iterable[bytes] = ()
-            if end is not None and end.calls:
-                chunks = self._calls(index, end.calls)
-            elif len(text) > sent:
-                chunks = self._text(index, text[sent:])
-                sent = len(text)
-            for chunk in chunks:
-                self.has_text = True
-                yield chunk
-            if end is not None:
-                for chunk in self._end(index, end):
-                    yield chunk
+    def _final_text(self, event: Event, end: Answer | None) -> str:
+        """Return the text that is final. While it may become a function call, return no text."""
+        if end is not None:
+            return end.text
+        text = event.text or ""
+        return "" if self._ask.hole is not None or self._may_call(text) else text
 
     def in_order(self) -> list[Answer]:
         """Return the finished answers in the order of their jobs."""
@@ -186,26 +185,16 @@ class Writer(ABC):
         start = text.lstrip()
         return not start or start[0] in "{["
 
-    async def _snapshots(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Yield the whole text after each pass. Each text replaces the previous text."""
-        async for event in job:
-            self._note(index, job, event)
-            if event.result is None:
-                content, guess, progress = await asyncio.to_thread(self._snapshot, job, event)
-            else:
-                end = await self._answered(index, event.result)
-                content, guess, progress = end.text, end.text, 1.0
-            if event.result is not None and end.calls:
-                chunks = self._calls(index, end.calls)
-            else:
-                meta = {"diffusion_content": guess, "diffusion_progress": progress}
-                chunks = self._text(index, content, diffusion_meta=meta)
-            for chunk in chunks:
-                self.has_text = True
-                yield chunk
-            if event.result is not None:
-                for chunk in self._end(index, end):
-                    yield chunk
+    async def _whole(
+        self, index: int, job: Job, event: Event, end: Answer | None
+    ) -> Iterator[bytes]:
+        """Return the events for the whole text after a pass, which replaces the previous text."""
+        if end is None:
+            content, guess, progress = await asyncio.to_thread(self._snapshot, job, event)
+        else:
+            content, guess, progress = end.text, end.text, 1.0
+        meta = {"diffusion_content": guess, "diffusion_progress": progress}
+        return self._text(index, content, diffusion_meta=meta)
 
     def _snapshot(self, job: Job, event: Event) -> tuple[str, str, float]:
         """Return the canvas as text, the text with guesses, and the share of decided positions.
