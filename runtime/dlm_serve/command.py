@@ -136,8 +136,9 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
     paths = _named(bundles, names)
     try:
         from dlm_serve import running
-        from dlm_serve.app import Limits
+        from dlm_serve.app import Limits, Server
         from dlm_serve.connections import ConnectionLimits
+        from dlm_serve.hosting import Models
         from dlm_serve.web import Web, is_loopback
     except ModuleNotFoundError as err:
         if err.name is None or err.name.startswith("dlm_"):
@@ -161,20 +162,23 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         scheme = "http" if certificate is None else "https"
         click.echo(f"{', '.join(paths)} at {scheme}://{host}:{port}/v1", err=True)
 
+    models = Models(
+        paths, how.open, values["max_running"], values["max_waiting"], values["prefix_cache"]
+    )
+    server = Server(
+        models,
+        keys,
+        Limits(body_bytes=values["max_body"] << 10),
+        values["has_log"],
+        Web(values["hosts"], values["origins"]),
+        values["shares_prompts"],
+    )
     running.serve(
-        paths,
-        how.open,
+        server,
+        models,
         running.Address(host, values["port"], certificate, key),
-        keys=keys,
-        limits=Limits(body_bytes=values["max_body"] << 10),
-        max_running=values["max_running"],
-        max_waiting=values["max_waiting"],
-        prefix_cache_bytes=values["prefix_cache"],
         connections=ConnectionLimits(connections=values["max_connections"]),
         shutdown_s=values["shutdown"],
-        has_log=values["has_log"],
-        web=Web(values["hosts"], values["origins"]),
-        shares_prompts=values["shares_prompts"],
         on_start=say,
         warn=warn,
     )

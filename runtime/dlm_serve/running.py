@@ -7,19 +7,17 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
-import dlm_runtime
 from dlm_runtime import DlmError, RequestError
 from dlm_runtime.files import read_text
-from dlm_serve.app import Limits, Server
+from dlm_serve.app import Server
 from dlm_serve.connections import ConnectionLimits, protocol
 from dlm_serve.hosting import Models
-from dlm_serve.web import Web
 
 MOST_KEY_FILE_BYTES = 1 << 20
 ACCEPTS = 16
@@ -91,57 +89,36 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(
-    paths: Mapping[str, Path],
-    opener: Callable[[Path], dlm_runtime.Bundle],
+    server: Server,
+    models: Models,
     address: Address,
     *,
-    keys: Sequence[str] = (),
-    limits: Limits | None = None,
-    max_running: int = 16,
-    max_waiting: int = 256,
-    prefix_cache_bytes: int | None = None,
-    connections: ConnectionLimits | None = None,
-    shutdown_s: int = 60,
-    has_log: bool = True,
-    web: Web | None = None,
-    shares_prompts: bool = False,
-    on_start: Callable[[int], None] = lambda port: None,
-    warn: Callable[[str], None] = lambda said: None,
+    connections: ConnectionLimits,
+    shutdown_s: int,
+    on_start: Callable[[int], None],
+    warn: Callable[[str], None],
 ) -> None:
-    """Serve bundles until SIGTERM or SIGINT.
+    """Run a server until SIGTERM or SIGINT.
 
     Before the server ends, it finishes all running requests. On SIGHUP, the server opens the
     bundles again.
 
     Args:
-        paths: Maps the name of each model to its bundle's folder.
-        opener: A function that opens the bundle in a folder.
+        server: The server application.
+        models: The models of ``server``.
         address: The address at which the server listens.
-        keys: The valid API keys. Each request must contain a valid key, unless ``keys`` is empty.
-        limits: The limits that apply to each request.
-        max_running: The maximum number of requests that share a pass of one model.
-        max_waiting: The maximum number of requests that wait for one model.
-        prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-            after its requests have ended. If None, the limit is the memory for keys and values that
-            running requests do not need.
         connections: The limits that apply to all connections.
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
-        has_log: If True, a line of JSON is written to stderr for each request.
-        web: The host names and web pages that may be used with the server.
-        shares_prompts: If False, a request reuses only keys and values of requests with the same
-            API key.
         on_start: Called with the port number when the server starts to listen.
         warn: Called with a message if the bundles cannot be opened again after SIGHUP.
 
     Raises:
-        DlmError: A bundle cannot be opened, or the server cannot listen at the address.
+        DlmError: The server cannot listen at the address.
     """
-    models = Models(paths, opener, max_running, max_waiting, prefix_cache_bytes)
-    server = Server(models, keys, limits, has_log, web, shares_prompts)
     config = uvicorn.Config(
         server.app,
-        http=protocol(connections or ConnectionLimits()),  # type: ignore[arg-type]
+        http=protocol(connections),  # type: ignore[arg-type]
         host=address.host,
         port=address.port,
         ssl_certfile=address.certificate,
@@ -180,12 +157,8 @@ def serve(
 
     # Exclude all loaded objects from garbage collection, because they are never freed.
     gc.freeze()
-    try:
+    with contextlib.suppress(SystemExit):  # uvicorn raises SystemExit if it cannot listen
         asyncio.run(run())
-    except SystemExit as err:  # uvicorn raises SystemExit if it cannot listen
-        raise DlmError(
-            f"the server cannot listen on {address.host}:{address.port}: choose another --port or --host"
-        ) from err
     if not uvicorn_server.started:
         raise DlmError(
             f"the server cannot listen on {address.host}:{address.port}: choose another --port or --host"
