@@ -215,15 +215,16 @@ _RUN_OPTIONS = (
     flag("--cuda-graphs", help="Run passes as CUDA graphs, with the provider cuda."),
     number("--threads", "Engine threads; 0 means all cores.", 0, 4096, default=0),
 )
-opening_group = group(
-    "Engine",
-    choice(
-        "--engine",
-        ["auto", "onnxruntime", "tensorrt"],
-        "auto, onnxruntime, tensorrt; auto follows the bundle.",
-        default="auto",
-    ),
-    *_RUN_OPTIONS,
+
+
+def _engine_group(engines: list[str], help: str) -> Any:
+    """Declare the options for opening a bundle. The first of ``engines`` is the default."""
+    engine = choice("--engine", engines, help, default=engines[0])
+    return group("Engine", engine, *_RUN_OPTIONS)
+
+
+opening_group = _engine_group(
+    ["auto", "onnxruntime", "tensorrt"], "auto, onnxruntime, tensorrt; auto follows the bundle."
 )
 """Options for opening a bundle. ``values.opening`` converts the values of these options."""
 prompt_cache_option = option(
@@ -234,16 +235,7 @@ prompt_cache_option = option(
     metavar="FILE",
     help="Prompt cache from `dlm-export cache-prompt`; repeatable.",
 )
-cpu_opening_group = group(
-    "Engine",
-    choice(
-        "--engine",
-        ["onnxruntime", "tensorrt"],
-        "onnxruntime, or tensorrt on a GPU.",
-        default="onnxruntime",
-    ),
-    *_RUN_OPTIONS,
-)
+cpu_opening_group = _engine_group(["onnxruntime", "tensorrt"], "onnxruntime, or tensorrt on a GPU.")
 """Like ``opening_group``, but for commands that compare bundles.
 
 The default engine is onnxruntime, which runs bundles on the CPU.
