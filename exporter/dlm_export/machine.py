@@ -105,21 +105,16 @@ def this_machine() -> dict[str, Any]:
 
     The values for the GPU and for ONNX Runtime are ``None`` if the machine does not have them.
     """
-    from importlib import metadata
-
     from dlm_runtime.abi.native import onnxruntime_library
+    from dlm_runtime.providers import installed_version
 
-    try:
-        onnxruntime = metadata.version("onnxruntime")
-    except metadata.PackageNotFoundError:
-        onnxruntime = None
     return {
         "processor": _processor() or platform.processor() or platform.machine(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu_sm": device_sm(),
-        "onnxruntime": onnxruntime,
+        "onnxruntime": installed_version("onnxruntime"),
         "onnxruntime_library": onnxruntime_library(),
     }
 

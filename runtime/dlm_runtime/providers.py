@@ -48,7 +48,7 @@ def check_wheels() -> None:
     found = {
         name: version
         for name in ("onnxruntime", "onnxruntime-gpu")
-        if (version := _version(name)) is not None
+        if (version := installed_version(name)) is not None
     }
     if len(found) > 1:
         raise EngineError(
@@ -138,7 +138,8 @@ def _cuda_major() -> str:
     return "*"
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a Python distribution, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -26,6 +26,7 @@ from typing import Any
 
 from dlm_runtime.errors import DlmError
 from dlm_runtime.files import read_bytes
+from dlm_runtime.providers import installed_version
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
@@ -95,10 +96,7 @@ class System:
 
     def version(self, distribution: str) -> str | None:
         """Return the version of a Python distribution, or ``None`` if it is not installed."""
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            return None
+        return installed_version(distribution)
 
     def requirements(self) -> list[str]:
         """Return the requirements of the installed dlm-export, or ``[]`` if it is not installed."""

@@ -19,7 +19,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.linear import Linear
 from dlm_export.network.states import features_of
 from dlm_runtime.errors import DlmError
+from dlm_runtime.providers import installed_version
 
 PACKAGE = "nvidia-modelopt"
 # The oldest tested version. Older versions need quantiser settings in a different form.
@@ -66,7 +66,7 @@ class ModeloptError(DlmError):
 
 def version() -> str | None:
     """Return the installed version of modelopt. If modelopt is not installed, return ``None``."""
-    return _version(PACKAGE)
+    return installed_version(PACKAGE)
 
 
 def require() -> Any:
@@ -92,7 +92,8 @@ def require() -> Any:
     # Importing a package that was built for different versions may raise any exception.
     except Exception as err:
         beside = ", ".join(
-            f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime")
+            f"{name} {installed_version(name) or 'missing'}"
+            for name in ("torch", "onnx", "onnxruntime")
         )
         raise ModeloptError(
             f"{PACKAGE} {found} cannot be imported with {beside} ({type(err).__name__}: {err}). Install it without its "
@@ -343,13 +344,6 @@ def _quiet() -> Iterator[None]:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
