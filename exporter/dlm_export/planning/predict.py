@@ -132,13 +132,9 @@ class PassTime:
         return "bytes" if self.bytes_ms >= self.arithmetic_ms else "arithmetic"
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self.made) | {
-            "ms": self.ms,
-            "bound": self.bound,
-            "bytes_ms": self.bytes_ms,
-            "arithmetic_ms": self.arithmetic_ms,
-            "ratio": self.ratio,
-        }
+        own = asdict(self)
+        made: dict[str, Any] = own.pop("made")
+        return made | {"ms": self.ms, "bound": self.bound} | own
 
 
 @dataclass(frozen=True)
