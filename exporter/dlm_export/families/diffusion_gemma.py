@@ -18,6 +18,7 @@ from typing import Any
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
 from dlm_export.families.reading import end_and_pad_tokens
+from dlm_export.families.trunks import TRUNK
 from dlm_export.network.rope_scaling import Linear
 from dlm_export.network.spec import (
     CONDITIONING,
@@ -252,14 +253,8 @@ def _rope(config: Config, kind: str, values: dict[str, Any]) -> Rope:
 LAYOUT = Layout(
     embed="model.decoder.embed_tokens",
     layer="model.decoder.layers.{i}.",
-    names={
-        "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "attention.out": "self_attn.o_proj",
+    names=TRUNK.names
+    | {
         "attention_out_norm": "post_attention_layernorm",
         "mlp.shared_norm": "pre_feedforward_layernorm",
         "mlp.shared.gate": "mlp.gate_proj",
