@@ -148,7 +148,7 @@ class Text:
         tools: list[dict[str, Any]] | None,
         special_tokens: bool,
     ) -> list[int]:
-        text = self._render(messages, tools)
+        text = self.render(b"", messages, tools)
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
@@ -192,7 +192,7 @@ class Text:
         marked_tools = mapped(tools, mark)
         if not marks.letters:
             return self.encode(b"", text, False, True)
-        marked = self._render(marked_messages, marked_tools)
+        marked = self.render(b"", marked_messages, marked_tools)
         if marks.removed(marked) != text:
             raise ValueError("it changes the text of a special token in a message")
         made = self.tokenizer.encode(marked, add_special_tokens=False)
@@ -256,9 +256,6 @@ class Text:
     def render(
         self, _: bytes, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> str:
-        return self._render(messages, tools)
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         given = {"messages": [_message(each) for each in messages], "tools": tools}
         return str(
             self.template.render(
@@ -271,7 +268,7 @@ class Text:
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
         try:
-            return self._render(messages, None)
+            return self.render(b"", messages, None)
         except MemoryError:
             raise
         except Exception:  # any error of a template or its expressions
