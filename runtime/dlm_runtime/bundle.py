@@ -72,7 +72,8 @@ class Bundle(Decides, UsesPromptCaches):
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
         self._constraints = Constraints(handle)
-        self._folder = folder
+        self.folder = folder
+        """The bundle's folder. None if the bundle was not opened from a folder."""
         self._checks_hashes = checks_hashes
         self.provider, self.threads = provider, threads
         self.manifest = handle.manifest
@@ -91,11 +92,6 @@ class Bundle(Decides, UsesPromptCaches):
         self.engine = handle.engine
 
     @property
-    def folder(self) -> Path | None:
-        """The bundle's folder. None if the bundle was not opened from a folder."""
-        return self._folder
-
-    @property
     def is_on_cpu(self) -> bool:
         """True if the engine is ONNX Runtime and runs the graph on the CPU."""
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"
@@ -110,8 +106,8 @@ class Bundle(Decides, UsesPromptCaches):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if a file is damaged."""
-        if self._tokenizer is None and self._folder is not None:
-            files = text_files(self.manifest, self._folder)
+        if self._tokenizer is None and self.folder is not None:
+            files = text_files(self.manifest, self.folder)
             if files.tokenizer is not None:
                 hashes = (
                     {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
