@@ -589,9 +589,19 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
     return [*outside, True, []] + ([] if "null" in rule["type"] else [None])
 
 
+def _resolved(rule: dict[str, Any]) -> dict[str, Any]:
+    """A rule with the keywords of the definition that it refers to, such as a range of numbers."""
+    kind = rule.get("$ref", "").rpartition("/")[2]
+    return rule if kind not in SHARED else SCHEMA["$defs"][kind]
+
+
+SHARED = ("count", "count_or_zero", "head_count", "expert_count", "positive", "share", "sha256")
+
+
 def _rules(
     rule: dict[str, Any], path: tuple[Any, ...]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    rule = _resolved(rule)
     if "properties" not in rule:
         return (
             [(path, rule)]
@@ -618,8 +628,9 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
     entry = ("loop", "engines", "rtx5090")
     rules += _rules(SCHEMA["$defs"]["engine"], entry)
     rules.append(((*entry, "sm", 0), SCHEMA["$defs"]["engine"]["properties"]["sm"]["items"]))
+    size = _resolved(SCHEMA["$defs"]["sizes"]["items"])
     sizes = SCHEMA["$defs"]["profile"]["properties"]
-    rules += [((*entry, "profiles", "block", name, 2), sizes[name]["items"]) for name in sizes]
+    rules += [((*entry, "profiles", "block", name, 2), size) for name in sizes]
     rules += _rules(SCHEMA["$defs"]["audit"], ("audits", "rtx5090"))
     rules += _rules(SCHEMA["$defs"]["effort_point"], ("effort", "curve", 0))
     rules += _rules(SCHEMA["$defs"]["layer"], ("network", "layers", 1))
