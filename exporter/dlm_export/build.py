@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,9 @@ class BuildReport:
             "parity": None if self.parity is None else self.parity.as_dict(),
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
-            "effort": None if self.levels is None else self.levels.as_dict(),
+            "effort": None if self.levels is None else asdict(self.levels),
             "cache": self.cache,
-            "curve": [point.as_dict() for point in self.curve],
+            "curve": [asdict(point) for point in self.curve],
             "tuning": None if self.tuning is None else self.tuning.as_dict(),
             "engines": {built.target: built.as_dict() for built in self.engines},
             "deferred_engines": self.deferred,
@@ -229,7 +229,7 @@ def _make_manifest(
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
-        hub=None if source.hub is None else source.hub.as_dict(),
+        hub=None if source.hub is None else asdict(source.hub),
         json_layout=source.json_layout,
         call_format=source.call_format,
     )

@@ -6,7 +6,7 @@ The stages compare a bundle with torch, and measure how much accuracy quantisati
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def prove(
         return Proof(parity, record, cache=cache)
     if quantised.calibration is not None:
         record["calibration"] = _statistics(quantised.numbers, quantised.calibration.provenance)
-    record["auto"] = [point.as_dict() for point in quantised.curve]
+    record["auto"] = [asdict(point) for point in quantised.curve]
     if not job.request.is_judged:
         return Proof(parity, record, cache=cache)
     judgement, threshold, levels = _judge(job, quantised, folder, workplace, stages)

@@ -8,7 +8,7 @@ docs/guides/reusing-prompts.md explains these rules to users.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of
@@ -65,9 +65,6 @@ class PromptReuse:
     page_tokens: int
     bytes_per_token: int
     tokens_per_gib: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def prompt_reuse_of(manifest: Mapping[str, Any]) -> PromptReuse:

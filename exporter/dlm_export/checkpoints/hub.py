@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 PREFIX = "hf:"
 _PART = r"[\w-][\w.-]{0,95}"
@@ -45,10 +44,6 @@ class Hub:
     repository: str
     revision: str
     files: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return this record as plain Python objects."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,7 +238,7 @@ def print_build(report: BuildReport) -> None:
     if report.threshold is not None:
         print_threshold(report.threshold)
     if report.levels is not None:
-        print_effort(report.levels.as_dict())
+        print_effort(asdict(report.levels))
     if report.cache is not None:
         print_cache(report.cache)
     if report.simulated:

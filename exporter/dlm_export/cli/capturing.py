@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _capture(
     size = output.stat().st_size
     if as_json:
         told = {"file": str(output), "bytes": size, "canvases": len(found.canvases)}
-        print_json(told | {"rows": found.rows, "golden": found.provenance.as_dict()})
+        print_json(told | {"rows": found.rows, "golden": asdict(found.provenance)})
         return
     click.echo(
         f"{output} {format_bytes(size)}: {found.rows} rows on {len(found.canvases)} canvases"

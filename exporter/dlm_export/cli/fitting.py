@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,6 @@ def effort(
     with Bars() as bars:
         levels = fit_bundle(bundle, options, bars, warn)
     if as_json:
-        print_json(levels.as_dict())
+        print_json(asdict(levels))
     else:
-        print_effort(levels.as_dict())
+        print_effort(asdict(levels))

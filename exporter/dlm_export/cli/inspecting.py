@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def _inspect_bundle(folder: Path, as_json: bool) -> None:
 
     manifest = read_manifest(folder)
     if as_json:
-        print_json(manifest | {"prompt_reuse": prompt_reuse_of(manifest).as_dict()})
+        print_json(manifest | {"prompt_reuse": asdict(prompt_reuse_of(manifest))})
     else:
         print_bundle(folder, manifest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
     with Bars() as bars:
         parity = against_golden.check(bundle, path, found, opening=opening(values), progress=bars)
     if values["as_json"]:
-        print_json(parity.as_dict() | {"golden": found.provenance.as_dict()})
+        print_json(parity.as_dict() | {"golden": asdict(found.provenance)})
     else:
         print_parity(parity)
     require_parity(parity, f"{bundle}, compared with {parity.reference}")

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -183,7 +184,7 @@ def _plan(
     if plot is not None:
         click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
     if as_json:
-        told = None if fleets is None else [each.as_dict() for each in fleets]
+        told = None if fleets is None else [asdict(each) for each in fleets]
         print_json(made.as_dict() | {"fleets": told})
         return
     print_plan(made)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dlm_export.doctor.board import Board, find_board
 from dlm_export.doctor.system import System
@@ -127,9 +126,6 @@ class Machine:
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def look(system: System, folder: Path) -> Machine:

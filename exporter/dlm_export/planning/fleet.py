@@ -15,8 +15,7 @@ one request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from dlm_export.planning.measured import Measured
 from dlm_export.planning.plan import Plan, PlanError
@@ -77,9 +76,6 @@ class Fleet:
     p99_ms: float | None
     cost_per_hour: float | None
     cost_per_million_requests: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) -> list[Fleet]:

@@ -102,10 +102,6 @@ class Provenance:
         }[self.kind]
         return f"{what}, transformers {self.versions.get('transformers')}, torch {self.versions.get('torch')})"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for the golden file and ``--json``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, eq=False)
 class Golden:
@@ -148,7 +144,7 @@ def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
 def save(path: Path, golden: Golden) -> None:
     """Write a golden file to a path that ``claimed`` returned. Raises OSError."""
     provenance = json.dumps(
-        {"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False
+        {"format": FORMAT, **asdict(golden.provenance)}, indent=1, ensure_ascii=False
     )
     arrays = {
         "provenance": np.frombuffer(provenance.encode(), np.uint8),

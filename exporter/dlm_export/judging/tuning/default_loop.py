@@ -8,6 +8,7 @@ passes becomes the default loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from dlm_export.bundle.default_loop import (
@@ -61,7 +62,7 @@ def with_levels(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
         name: own.with_fields(point.changes).as_dict() for name, point in levels.levels.items()
     }
     loop = manifest["loop"] | {"effort": {"preset": levels.preset, "levels": loops}}
-    return _with_fitted({**manifest, "loop": loop, "effort": levels.as_dict()}, levels)
+    return _with_fitted({**manifest, "loop": loop, "effort": asdict(levels)}, levels)
 
 
 def _with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:

@@ -20,7 +20,7 @@ Every variant generates text for the same samples. The levels are chosen as foll
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,10 +82,6 @@ class Levels:
     def careful(self) -> LevelPoint:
         """The variant that commits one token per pass."""
         return next(point for point in self.curve if point.changes == CAREFUL)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for the manifest."""
-        return asdict(self)
 
 
 def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
