@@ -24,15 +24,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.samples import Sample
-
-if TYPE_CHECKING:
-    pass
 
 # The mask ratios in the middle of the ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
