@@ -1,6 +1,5 @@
 // The functions that Triton calls. Each of them returns an error instead of throwing an exception.
 #include <memory>
-#include <string>
 
 #include "instance.h"
 #include "model.h"

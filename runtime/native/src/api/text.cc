@@ -1,7 +1,6 @@
 // The text functions of the C ABI: they encode and decode text, and render and encode chats.
 #include <algorithm>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 

@@ -1,6 +1,5 @@
 #include "compile/json/ecma_pattern.h"
 
-#include <array>
 #include <optional>
 #include <string>
 #include <utility>

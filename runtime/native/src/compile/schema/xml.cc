@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/error.h"
 #include "compile/automata/depths.h"
 #include "compile/schema/described.h"
 #include "compile/schema/records.h"

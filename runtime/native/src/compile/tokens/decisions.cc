@@ -4,7 +4,6 @@
 #include "compile/tokens/decisions.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <string>
 #include <utility>

@@ -1,7 +1,6 @@
 #include "compile/tokens/token_sets.h"
 
 #include <algorithm>
-#include <array>
 
 namespace dlm::compile {
 
