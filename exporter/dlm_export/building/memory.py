@@ -13,7 +13,6 @@ from dlm_export import memory
 from dlm_export.building.request import Job
 from dlm_export.building.writing import table_dtype
 from dlm_export.graph import write
-from dlm_export.judging.sides.side import is_verifying
 from dlm_export.memory import resident_bytes
 from dlm_export.network.layered import BATCH_TOKENS, MemoryLimitError
 from dlm_export.network.spec import LinearSpec, NetworkSpec
@@ -112,7 +111,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
         # ONNX Runtime copies the weights of the graph that computes draft passes. The native
         # runtime opens the graph too, to generate texts and to compute causal passes.
         has_texts = job.request.options.quantise.effort.has_texts(network)
-        graphs = 2 if has_texts or is_verifying(network) else 1
+        graphs = 2 if has_texts or network.is_verifying else 1
         graph = write.data_bytes(network, job.base, formats, table_dtype(job).itemsize)
         needs["judge"] = graphs * graph + _FP32 * largest + pass_bytes
     return needs

@@ -279,6 +279,14 @@ class NetworkSpec:
         return self.mask_token_id < self.vocab_size
 
     @property
+    def is_verifying(self) -> bool:
+        """True if the denoiser can verify drafts in causal passes (self-speculation).
+
+        Such a denoiser has draft passes and a mask token.
+        """
+        return self.draft_block is not None and self.has_mask_token
+
+    @property
     def end_token_id(self) -> int | None:
         """The token that ends a completion, and fills the rest of the completion's last block.
 

@@ -338,5 +338,5 @@ def _states(
         seed=options.seed,
         trajectories=runs,
         noise_vocab_size=None if c.has_mask_token else c.vocab_size,
-        has_drafts=c.draft_block is not None and c.has_mask_token,
+        has_drafts=c.is_verifying,
     )

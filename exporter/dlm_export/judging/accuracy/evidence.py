@@ -22,13 +22,7 @@ from dlm_export.judging.accuracy.frontier import FrontierState, Met, met, predic
 from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.sides.prompts import asked_of, runs_of
-from dlm_export.judging.sides.side import (
-    JudgeError,
-    Side,
-    can_compare_commits,
-    check_comparable,
-    is_verifying,
-)
+from dlm_export.judging.sides.side import JudgeError, Side, can_compare_commits, check_comparable
 from dlm_runtime import Policy
 
 
@@ -150,7 +144,7 @@ def judge(
         }
 
     speculation = None
-    if is_verifying(reference):
+    if reference.is_verifying:
         speculation = {
             "draft": summary(compared.of("draft"), is_bound=False),
             "causal": summary(compared.of("causal"), is_bound=True),

@@ -24,15 +24,7 @@ from dlm_calibration.states import (
     noise_block,
     pad_to_blocks,
 )
-from dlm_export.judging.sides.side import (
-    DraftPass,
-    JudgeError,
-    Side,
-    View,
-    finite_logits,
-    has_mask_token,
-    is_verifying,
-)
+from dlm_export.judging.sides.side import DraftPass, JudgeError, Side, View, finite_logits
 from dlm_export.network.loop_random import temperature_before
 from dlm_export.network.pass_plan import block_length_of, shift_of
 from dlm_runtime.policy import Policy
@@ -137,9 +129,9 @@ def masked_canvases(
     compare, or no block length for random tokens.
     """
     block_length = block_length_of(policy, side.visible_block, side.draft_block)
-    if block_length < 1 and not has_mask_token(side):
+    if block_length < 1 and not side.has_mask_token:
         raise JudgeError("the preset has no block length: set block_length")
-    if block_length < 2 and is_verifying(side):
+    if block_length < 2 and side.is_verifying:
         raise JudgeError(
             "the preset decides one token a block, so it makes no draft passes: choose another preset"
         )
@@ -152,12 +144,12 @@ def masked_canvases(
     indices = sorted(
         {(number + i * count // most) % count for i in range(most)} if most else range(count)
     )
-    if is_verifying(side):
+    if side.is_verifying:
         yield from _speculated(sample, number, side, canvas, block_length, rng, start, end, indices)
         return
     for index in indices:
         mask_ratio = MASK_RATIOS[index]
-        if not has_mask_token(side):
+        if not side.has_mask_token:
             noised, first, is_noised = noise_block(
                 canvas, mask_ratio, side.vocab_size, block_length, rng, start, end
             )

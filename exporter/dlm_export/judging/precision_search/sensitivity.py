@@ -36,7 +36,6 @@ from dlm_calibration.precisions import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.judging.precision_search.assigned import Assigned
-from dlm_export.judging.sides.side import is_verifying
 from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
@@ -67,7 +66,7 @@ def swept(states: Sequence[State], network: NetworkSpec, most: int = SWEPT_STATE
     """
     masked = [state for state in states if state.mask_ratio > 0]
     causal: list[State] = []
-    if is_verifying(network):
+    if network.is_verifying:
         causal = _spaced([state for state in states if state.draft is None], most // 2)
     return _spaced(masked, most - len(causal)) + causal
 
@@ -82,7 +81,7 @@ def predicting_rows(state: State, network: NetworkSpec) -> Tensor:
 
     In a causal pass that verifies drafts, each row except the last predicts the next position.
     """
-    if is_verifying(network) and state.draft is None:
+    if network.is_verifying and state.draft is None:
         return torch.arange(len(state.canvas) - 1)
     positions = np.flatnonzero(state.is_masked(network.mask_token_id))
     return (torch.from_numpy(positions) - network.shift).clamp(min=0)

@@ -60,6 +60,7 @@ class Side(ABC):
         self.visible_block, self.draft_block = c.visible_block, c.draft_block
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+        self.has_mask_token, self.is_verifying = c.has_mask_token, c.is_verifying
 
     def see(self, views: Sequence[View]) -> None:  # noqa: B027 (a side may need no call)
         """Compute the predictions for all canvases that will be requested later.
@@ -110,26 +111,13 @@ def check_comparable(reference: Side, candidate: Side) -> None:
             )
 
 
-def has_mask_token(side: Side | NetworkSpec) -> bool:
-    """Return True if a denoiser has a mask token."""
-    return side.mask_token_id < side.vocab_size
-
-
-def is_verifying(side: Side | NetworkSpec) -> bool:
-    """Return True if a denoiser can verify drafts in causal passes (self-speculation).
-
-    Such a denoiser has draft passes and a mask token.
-    """
-    return side.draft_block is not None and has_mask_token(side)
-
-
 def can_compare_commits(side: Side | NetworkSpec, policy: Policy) -> bool:
     """Return True if two denoisers can predict what they would commit on the same canvas.
 
     Without a mask token, a pass depends on the predictions of the pass before. With the commit rule
     "verify", a pass depends on the drafts of the pass before.
     """
-    return has_mask_token(side) and policy.commit != "verify"
+    return side.has_mask_token and policy.commit != "verify"
 
 
 def check_tuned(network: NetworkSpec) -> None:
