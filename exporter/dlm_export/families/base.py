@@ -188,6 +188,9 @@ class Layout:
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither
     ``.{e}`` nor ``.weight``.
+
+    ``fused`` contains the roles of the matrices that are rows of fused tensors (see ``split_rows``).
+    Queries, keys and values are rows of one tensor, in this order. So are gate and up.
     """
 
     embed: str
@@ -196,6 +199,7 @@ class Layout:
     final_norm: str
     head: str
     outside: Mapping[str, str] = field(default_factory=dict)
+    fused: Collection[str] = ()
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the tensors that make up each parameter.
@@ -237,7 +241,7 @@ class Layout:
                 assert linear is not None, parameter
                 pieces = tuple(Piece(name.format(e=expert)) for expert in range(linear.count))
                 origins[parameter] = Origin(pieces, transpose=True, is_stacked=True)
-        return origins
+        return split_rows(origins, network, self.fused)
 
     def released(self, parameter: str) -> str:
         """Return the name of a parameter's tensor, with ``{e}`` in place of an expert's index."""

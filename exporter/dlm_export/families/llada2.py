@@ -12,7 +12,7 @@ keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
 from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
+from dlm_export.families.base import Family, Layout, Overrides
 from dlm_export.families.reading import read_heads
 from dlm_export.families.rope_config import read_rope
 from dlm_export.families.trunks import EXPERT_NAMES, expert_counts, network_of
@@ -140,15 +140,8 @@ LAYOUT = Layout(
     },
     final_norm="model.norm",
     head="lm_head",
+    fused=("q", "k", "v"),
 )
-
-
-def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the tensors that make up each parameter.
-
-    Queries, keys and values are consecutive rows of one tensor.
-    """
-    return split_rows(LAYOUT.origins(network, checkpoint), network, ("q", "k", "v"))
 
 
 FAMILY = Family(
@@ -157,5 +150,5 @@ FAMILY = Family(
     "LLaDA2.0 and 2.1, mini and flash",
     "llada2",
     read_network,
-    origins,
+    LAYOUT.origins,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
+from dlm_export.families.base import Family, Layout, Overrides
 from dlm_export.families.masked import PRESET
 from dlm_export.families.reading import read_heads, special_tokens
 from dlm_export.network.spec import (
@@ -145,17 +145,8 @@ LAYOUT = Layout(
         "transform": "head.dense",
         "transform.norm": "head.norm",
     },
+    fused=("q", "k", "v", "gate", "up"),
 )
-
-
-def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the tensors that make up each parameter.
-
-    Queries, keys and values are rows of one tensor, in this order. Gate and up are rows of another
-    tensor.
-    """
-    fused = ("q", "k", "v", "gate", "up")
-    return split_rows(LAYOUT.origins(network, checkpoint), network, fused)
 
 
 FAMILY = Family(
@@ -164,5 +155,5 @@ FAMILY = Family(
     "ModernBERT",
     PRESET,
     read_network,
-    origins,
+    LAYOUT.origins,
 )

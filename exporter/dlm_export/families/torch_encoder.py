@@ -9,7 +9,7 @@ docs/guides/masked-models.md shows the torch module.
 from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint
-from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
+from dlm_export.families.base import Family, Layout, Overrides
 from dlm_export.families.masked import PRESET, max_canvas_length, read_attention
 from dlm_export.families.reading import special_tokens
 from dlm_export.network.spec import (
@@ -79,17 +79,15 @@ LAYOUT = Layout(
     final_norm="encoder.norm",
     head="head",
     outside={"embed.positions": "positions"},
+    fused=("q", "k", "v"),
 )
 
 
-def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the tensors that make up each parameter.
-
-    Queries, keys and values are rows of one tensor, in this order.
-    """
-    return split_rows(LAYOUT.origins(network, checkpoint), network, ("q", "k", "v"))
-
-
 FAMILY = Family(
-    "torch-encoder", (ARCHITECTURE,), "torch.nn.TransformerEncoder", PRESET, read_network, origins
+    "torch-encoder",
+    (ARCHITECTURE,),
+    "torch.nn.TransformerEncoder",
+    PRESET,
+    read_network,
+    LAYOUT.origins,
 )
