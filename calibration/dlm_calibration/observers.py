@@ -61,7 +61,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
 class Observer:
     """Collects statistics of one layer's input, which has ``channels`` features.
 
-    The observer also stores up to ``keep_rows`` of the input vectors, chosen at random with equal
+    ``rows`` contains up to ``keep_rows`` of the input vectors, chosen at random with equal
     probability. ``seed`` is the seed of the random numbers.
     """
 
@@ -71,7 +71,7 @@ class Observer:
         self.count = 0  # number of observed input vectors
         self._random, self._most_rows = np.random.Philox(key=seed), keep_rows
         # The stored vectors, and the random key of each vector.
-        self._rows = np.empty((0, channels), dtype=np.float32)
+        self.rows = np.empty((0, channels), dtype=np.float32)
         self._keys = np.empty(0, dtype=np.uint64)
         self.channel_amax = np.zeros(channels, dtype=np.float32)
         """The largest magnitude of each channel, fp32 ``[K]``."""
@@ -113,11 +113,6 @@ class Observer:
         if self._most_rows:
             self._keep(x, self._random.random_raw(4 * len(x))[::4])
         self.count += len(x)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The random sample of input vectors: fp32, at most ``keep_rows`` rows of K features."""
-        return self._rows
 
     def amax(self, method: Method, *, levels: Levels) -> float:
         """Return the clipping range for magnitudes: greater than 0, and at most the largest
@@ -249,12 +244,12 @@ class Observer:
 
         The sample consists of the vectors with the smallest random keys, in the order of the input.
         """
-        if len(self._rows) == self._most_rows:
+        if len(self.rows) == self._most_rows:
             near = keys < self._keys.max(initial=0)
             x, keys = x[near], keys[near]
         keys = np.concatenate([self._keys, keys])
         chosen = np.sort(np.argsort(keys, kind="stable")[: self._most_rows])
-        self._rows = np.concatenate([self._rows, x])[chosen]
+        self.rows = np.concatenate([self.rows, x])[chosen]
         self._keys = keys[chosen]
 
 

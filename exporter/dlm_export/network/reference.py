@@ -78,7 +78,7 @@ class Run:
     """A running request, between two passes.
 
     The caller repeats three steps: call ``advance`` to get the next pass, run that pass, and call
-    ``commit`` with the logits of ``rows``.
+    ``commit`` with the logits of ``rows``. ``turn`` is the turn of the pass that ``advance`` returned.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Run:
             ended = np.flatnonzero(before & ~self.undecided)
             self.proposer.note(ended, self.tokens[ended])
             return None
-        self._turn = turn
+        self.turn = turn
         if self.policy.remask == "noise" and turn.step == 0:
             self.tokens[turn.positions] = self._noise(0)
             self.is_noised[turn.positions] = True
@@ -137,7 +137,7 @@ class Run:
 
     def _noise(self, step: int) -> np.ndarray:
         """Return the random tokens of pass ``step`` over the block, for the turn's positions."""
-        network, positions = self.network, self._turn.positions
+        network, positions = self.network, self.turn.positions
         return random_tokens(
             self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
         )
@@ -145,13 +145,13 @@ class Run:
     @property
     def temperature(self) -> float:
         """The temperature of the next pass, for self-conditioning."""
-        turn = self._turn
+        turn = self.turn
         return soft_temperature(self.policy, turn.step, turn.steps)
 
     @property
     def is_first(self) -> bool:
         """True if the next pass is the first pass over its positions."""
-        return self._turn.step == 0
+        return self.turn.step == 0
 
     @property
     def rows(self) -> Tensor:
@@ -159,23 +159,18 @@ class Run:
 
         Row 0 is the first row of the pass.
         """
-        span = self._turn.span
+        span = self.turn.span
         return torch.from_numpy(
-            (self._turn.positions - shift_of(self.network, is_draft=span.is_draft)).clip(min=0)
+            (self.turn.positions - shift_of(self.network, is_draft=span.is_draft)).clip(min=0)
             - span.first
         )
-
-    @property
-    def turn(self) -> Turn:
-        """The turn of the pass that ``advance`` returned."""
-        return self._turn
 
     def commit(self, logits: Tensor) -> Proposals:
         """Commit the tokens that the policy chooses, and return all proposed tokens.
 
         ``logits`` are the raw logits of ``rows``, fp32 ``[M, V]``.
         """
-        turn, proposer = self._turn, self.proposer
+        turn, proposer = self.turn, self.proposer
         self.nfe += 1
         logits = logits.clone()
         for first, last in self.network.unused_tokens:
@@ -211,7 +206,7 @@ class Run:
         random tokens. After the last pass over the block, all positions get their most likely
         tokens.
         """
-        turn, policy = self._turn, self.policy
+        turn, policy = self.turn, self.policy
         best = self.proposer.masked(logits).argmax(-1).cpu().numpy()
         is_equal = turn.step > 0 and np.array_equal(best, self.guess[turn.positions])
         self._stable = self._stable + 1 if is_equal else 0

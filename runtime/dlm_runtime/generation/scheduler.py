@@ -311,7 +311,7 @@ class _Runner:
         # Number of running calls that use the native scheduler's handle. The thread waits until
         # these calls have ended before it destroys the handle.
         self._users = 0
-        self._is_closed = False
+        self.is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
         # All jobs share these callbacks, which live until the last pass. A job cannot own its
         # callbacks, because the job may be dropped before its request has ended.
@@ -354,7 +354,7 @@ class _Runner:
             self._handle, 0, _native.BeforePassFn(), None, self._message, len(self._message)
         )
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             if status:
                 self.failure = _native.error(status, self._message.value)
             while self._users:
@@ -411,12 +411,8 @@ class _Runner:
             raise type(self.failure)(
                 f"the scheduler takes no more requests, because its thread ended: {self.failure}"
             )
-        if self._is_closed:
+        if self.is_closed:
             raise ClosedError("the scheduler is closed")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._is_closed
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
@@ -456,8 +452,8 @@ class _Runner:
         if not self.origin.is_here:
             return
         with self._changed:
-            if not self._is_closed:
-                self._is_closed = True
+            if not self.is_closed:
+                self.is_closed = True
                 self._library.dlm_scheduler_stop(self._handle)
 
     def close(self) -> None:
@@ -558,7 +554,7 @@ class Scheduler:
     def has_ended(self) -> bool:
         """True if the scheduler was closed, or if an error ended its thread."""
         self._runner.origin.check()
-        return self._runner.has_ended
+        return self._runner.is_closed
 
     def close(self) -> None:
         """End the scheduler after the current pass, and cancel the requests that have not ended.
