@@ -129,12 +129,8 @@ class Bundle(Decides, UsesPromptCaches):
         if "file" not in self.manifest.get("text", {}):
             return
         self._handle.check_open()
-        message, text = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
-        status = self._library.dlm_bundle_text(
-            self._handle.pointer, message, len(message), C.byref(text)
-        )
-        if status:
-            raise _native.error(status, message.value)
+        text, given = C.c_void_p(), (self._handle.pointer,)
+        _native.check(self._library.dlm_bundle_text, given, C.byref(text))
 
     @property
     def json_layout(self) -> str:

@@ -203,7 +203,6 @@ def from_callback(
         return 0
 
     eos = (C.c_int32 * len(info.eos_token_ids))(*info.eos_token_ids)
-    native = _native.library()
     denoiser = _native.initialised(_native.Denoiser)
     for name in (
         "vocab_size",
@@ -226,10 +225,6 @@ def from_callback(
     denoiser.eos_count = len(info.eos_token_ids)
     function = _native.PassFn(call)
     handle = C.c_void_p()
-    message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = native.dlm_bundle_from_callback(
-        C.byref(denoiser), function, None, message, len(message), C.byref(handle)
-    )
-    if status:
-        raise _native.error(status, message.value)
+    make = _native.library().dlm_bundle_from_callback
+    _native.check(make, (C.byref(denoiser), function, None), C.byref(handle))
     return Bundle(Handle(handle, policy or Policy(), function, raised))

@@ -136,7 +136,6 @@ def _open(
 
     ``others`` contains further fields of the C struct for options.
     """
-    native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None
     options.engine_library = None if library is None else os.fsencode(library)
@@ -144,10 +143,6 @@ def _open(
     for field, value in others.items():
         setattr(options, field, value)
     handle = C.c_void_p()
-    message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = native.dlm_bundle_open(
-        os.fsencode(path), C.byref(options), message, len(message), C.byref(handle)
-    )
-    if status:
-        raise _native.error(status, message.value)
+    given = (os.fsencode(path), C.byref(options))
+    _native.check(_native.library().dlm_bundle_open, given, C.byref(handle))
     return Handle(handle, prefix_cache_bytes=prefix_cache_bytes)

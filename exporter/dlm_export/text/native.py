@@ -21,12 +21,9 @@ class CompiledText:
 
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
-        self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
         # Buffers for results. The buffers grow as needed.
         self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)
-        self._check(
-            self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle))
-        )
+        _native.check(self._library.dlm_text_read, (data, len(data)), C.byref(self._handle))
 
     def __del__(self) -> None:
         self._library.dlm_text_destroy(self._handle)
@@ -56,11 +53,8 @@ class CompiledText:
         count = C.c_size_t()
         while True:
             out = self._ids_out.ctypes.data_as(_native.i32p)
-            self._check(
-                function(
-                    self._handle, *given, *self._report, out, self._ids_out.size, C.byref(count)
-                )
-            )
+            after = (out, self._ids_out.size, C.byref(count))
+            _native.check(function, (self._handle, *given), *after)
             if count.value <= self._ids_out.size:
                 return self._ids_out[: count.value].tolist()  # type: ignore[no-any-return]
             self._ids_out = np.empty(2 * count.value, np.int32)
@@ -77,9 +71,8 @@ class CompiledText:
         size = C.c_size_t()
         while True:
             out = self._text.ctypes.data_as(C.c_char_p)
-            self._check(
-                function(self._handle, *given, *self._report, out, self._text.size, C.byref(size))
-            )
+            after = (out, self._text.size, C.byref(size))
+            _native.check(function, (self._handle, *given), *after)
             if size.value <= self._text.size:
                 return self._text[: size.value].tobytes().decode()
             self._text = np.empty(2 * size.value, np.uint8)
@@ -87,14 +80,6 @@ class CompiledText:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Render a chat as text."""
         return self._filled(self._library.dlm_chat_render, *_chat(messages))
-
-    @property
-    def _report(self) -> tuple[C.Array[C.c_char], int]:
-        return self._message, len(self._message)
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise _native.error(status, self._message.value)
 
 
 def _chat(messages: Sequence[Mapping[str, str]]) -> tuple[Any, int]:

@@ -9,6 +9,7 @@ import ctypes as C
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def error(status: int, message: bytes) -> DlmError:
     """Return the exception for a status other than DLM_OK."""
     text = message.decode("utf-8", "replace") or library().dlm_status_name(status).decode()
     return _ERRORS.get(status, DlmError)(text)
+
+
+def check(call: Callable[..., int], before: tuple[Any, ...], *after: Any) -> None:
+    """Call a function of the library that writes an error message, and raise its error.
+
+    The function's arguments are ``before``, the buffer for the message, its size, and ``after``.
+    """
+    message = C.create_string_buffer(MESSAGE_BYTES)
+    status = call(*before, message, len(message), *after)
+    if status:
+        raise error(status, message.value)
 
 
 @functools.cache

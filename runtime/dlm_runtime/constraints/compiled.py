@@ -98,14 +98,10 @@ class Constraint:
     @property
     def data(self) -> bytes:
         """Return the constraint as the bytes of a file, for programs that read automata."""
-        library, size = _native.library(), C.c_size_t()
-        message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
+        write, size = _native.library().dlm_automaton_write, C.c_size_t()
+        data = C.create_string_buffer(0)
         while True:
-            status = library.dlm_automaton_write(
-                self.handle, message, len(message), data, len(data), C.byref(size)
-            )
-            if status:
-                raise _native.error(status, message.value)
+            _native.check(write, (self.handle,), data, len(data), C.byref(size))
             if size.value <= len(data):
                 return data.raw
             data = C.create_string_buffer(size.value)
@@ -177,16 +173,8 @@ def compile_content(
 
 def _compiled(bundle: C.c_void_p | None, given: C.Structure) -> C.c_void_p:
     """Call the native compiler with a ``dlm_constraint`` and return the new ``dlm_automaton``."""
-    message, handle = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
-    status = _native.library().dlm_automaton_compile(
-        bundle,
-        C.byref(given),
-        message,
-        len(message),
-        C.byref(handle),
-    )
-    if status:
-        raise _native.error(status, message.value)
+    handle, compile_now = C.c_void_p(), _native.library().dlm_automaton_compile
+    _native.check(compile_now, (bundle, C.byref(given)), C.byref(handle))
     return handle
 
 

@@ -137,13 +137,10 @@ class Handle:
             with self._lock:
                 session = self._idle.pop() if self._idle else None
             if session is None:
-                session, message = C.c_void_p(), C.create_string_buffer(_native.MESSAGE_BYTES)
-                status = self._library.dlm_session_create(
-                    self.pointer, message, len(message), C.byref(session)
-                )
-                if status:
-                    session = None
-                    raise _native.error(status, message.value)
+                made = C.c_void_p()
+                create = self._library.dlm_session_create
+                _native.check(create, (self.pointer,), C.byref(made))
+                session = made
                 self._library.dlm_session_prefix_cache(session, self._prefix_cache_bytes)
             with seen_between_passes(session, cancels):
                 yield session

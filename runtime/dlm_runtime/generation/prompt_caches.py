@@ -92,14 +92,10 @@ class UsesPromptCaches:
         """
         self._handle.begin()
         try:
-            message = C.create_string_buffer(_native.MESSAGE_BYTES)
-            status = _native.library().dlm_bundle_load_prompt_cache(
-                self._handle.pointer, os.fsencode(path), message, len(message)
-            )
+            load = _native.library().dlm_bundle_load_prompt_cache
+            _native.check(load, (self._handle.pointer, os.fsencode(path)))
         finally:
             self._handle.end()
-        if status:
-            raise _native.error(status, message.value)
 
     def _prompt_tokens(
         self,

@@ -105,13 +105,9 @@ class Job:
         runner = scheduler._runner
         self._ends = runner.ends
         runner.keep(self, request)
-        message = C.create_string_buffer(_native.MESSAGE_BYTES)
         with runner.using() as handle:
-            status = self._library.dlm_scheduler_submit(
-                handle, C.byref(request.native), message, len(message), C.byref(self._handle)
-            )
-        if status:
-            raise _native.error(status, message.value)
+            given = (handle, C.byref(request.native))
+            _native.check(self._library.dlm_scheduler_submit, given, C.byref(self._handle))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) and self._origin.is_here:
@@ -326,15 +322,8 @@ class _Runner:
         options.ended_fd = self.ends.descriptor
         bundle.begin()
         try:
-            status = self._library.dlm_scheduler_create(
-                bundle.pointer,
-                C.byref(options),
-                self._message,
-                len(self._message),
-                C.byref(self._handle),
-            )
-            if status:
-                raise _native.error(status, self._message.value)
+            given = (bundle.pointer, C.byref(options))
+            _native.check(self._library.dlm_scheduler_create, given, C.byref(self._handle))
             self._thread = threading.Thread(target=self._run, name="dlm-scheduler", daemon=True)
             try:
                 self._thread.start()
