@@ -9,6 +9,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from dlm_runtime.abi.native import package_folders
 from dlm_runtime.errors import EngineError, RequestError
 
 # The libraries that must be loaded before a provider of onnxruntime-gpu 1.31.1, in the order of
@@ -106,14 +107,8 @@ def _in_wheels() -> dict[str, list[Path]]:
 
     If no wheel contains a library, its list of paths is empty.
     """
-    major = _cuda_major()
-    spec = importlib.util.find_spec("nvidia")
-    folders = (
-        [Path(folder) for folder in (spec.submodule_search_locations or [])]
-        if spec is not None
-        else []
-    )
-    names = [name.format(major) for name in _LIBRARIES]
+    names = [name.format(_cuda_major()) for name in _LIBRARIES]
+    folders = package_folders("nvidia")
     return {
         name: [path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
         for name in names
@@ -125,9 +120,8 @@ def _cuda_major() -> str:
 
     If the version is unknown, the result is ``*``.
     """
-    spec = importlib.util.find_spec("onnxruntime")
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        about = Path(folder) / "capi" / "build_and_package_info.py"
+    for folder in package_folders("onnxruntime"):
+        about = folder / "capi" / "build_and_package_info.py"
         match = (
             re.search(r"cuda_version = '(\d+)", about.read_text(encoding="utf-8"))
             if about.is_file()

@@ -25,7 +25,6 @@ from typing import Any
 import dlm_runtime
 from dlm_export.opening import Opening
 from dlm_export.outputs import TakenError, check_outside, claimed, claimed_file
-from dlm_runtime import embedding
 from dlm_runtime.abi import native
 from dlm_runtime.errors import EngineError, RequestError
 
@@ -168,7 +167,7 @@ def _files(model: Model, manifest: Mapping[str, Any]) -> dict[str, Path]:
     files = {LIBRARY: found[0]}
     is_for_gpus = model.opening.engine == "auto" and "device_file" in manifest["loop"]["graph"]
     is_on_gpu = is_for_gpus or model.opening.engine == "tensorrt" or model.opening.provider != "cpu"
-    if not is_on_gpu and (engine := embedding.engine_library()) is not None:
+    if not is_on_gpu and (engine := native.onnxruntime_library()) is not None:
         files[ENGINE_LIBRARY] = Path(engine)
     return files
 

@@ -32,6 +32,7 @@ def embed(static: bool, as_json: bool, **wanted: bool) -> None:
     Example: cc app.c $(dlm-export embed --cflags --libs) -o app
     """
     from dlm_runtime import embedding
+    from dlm_runtime.abi.native import onnxruntime_library
     from dlm_runtime.errors import EngineError
 
     if static and not (wanted["libs"] or as_json):
@@ -43,7 +44,7 @@ def embed(static: bool, as_json: bool, **wanted: bool) -> None:
         "prefix": str(folder),
         "pkg_config_dir": str(folder / "lib" / "pkgconfig"),
         "cmake_dir": str(folder / "lib" / "cmake" / "dlm_runtime"),
-        "engine": embedding.engine_library(),
+        "engine": onnxruntime_library(),
     }
     if wanted["engine"] and there["engine"] is None:
         raise EngineError("ONNX Runtime is not installed here: pip install onnxruntime")

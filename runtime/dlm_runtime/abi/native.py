@@ -27,30 +27,33 @@ MESSAGE_BYTES = 2048
 i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_float)
 
 
-def package_folders() -> list[Path]:
-    """Return the folders of the package ``dlm_runtime``.
+def package_folders(package: str = "dlm_runtime") -> list[Path]:
+    """Return the folders of an installed package, or [] if it is missing. It is not imported.
 
     An editable install has two folders: one contains the sources, and one contains the built files.
     """
-    spec = importlib.util.find_spec("dlm_runtime")
+    spec = importlib.util.find_spec(package)
     return [
         Path(folder)
         for folder in (spec.submodule_search_locations or [] if spec is not None else [])
     ]
 
 
-def _header_text() -> str:
+def prefix() -> Path:
+    """Return the folder that contains ``include/dlm_runtime.h`` and ``lib/``.
+
+    Raises EngineError if the package was installed without the header and the libraries.
+    """
     folders = package_folders()
     for folder in folders:
-        path = folder / "include" / "dlm_runtime.h"
-        if path.is_file():
-            return path.read_text()
+        if (folder / "include" / "dlm_runtime.h").is_file():
+            return folder
     raise EngineError(
         f"include/dlm_runtime.h is not in {', '.join(map(str, folders))}: reinstall dlm-export"
     )
 
 
-HEADER = read_header(_header_text())
+HEADER = read_header((prefix() / "include" / "dlm_runtime.h").read_text())
 ABI_VERSION = HEADER.constants["DLM_ABI_VERSION"]
 Denoiser, Pass, Policy = (HEADER.structs[f"dlm_{name}"] for name in ("denoiser", "pass", "policy"))
 OpenOptions, Request = HEADER.structs["dlm_open_options"], HEADER.structs["dlm_request"]
@@ -212,8 +215,5 @@ def tensorrt_library() -> str | None:
 
 
 def _packaged(package: str, pattern: str) -> str | None:
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in sorted(Path(folder).glob(pattern)):
-            return str(path)
-    return None
+    found = (path for folder in package_folders(package) for path in sorted(folder.glob(pattern)))
+    return next(map(str, found), None)
