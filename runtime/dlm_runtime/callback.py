@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes as C
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,8 @@ class DenoiserInfo:
     has_cache: bool = False
     top_k: int = 2
     visible_block: int | None = None
-    """The block length of block-causal attention. None means that attention is full."""
     draft_block: int | None = None
-    """The number of tokens of a draft pass. None means that there are no draft passes."""
     conditioning_size: int = 0
-    """The number of values of self-conditioning per row. 0 means that there is none."""
     max_new_tokens: int = 128
 
 
@@ -204,22 +201,9 @@ def from_callback(
 
     eos = (C.c_int32 * len(info.eos_token_ids))(*info.eos_token_ids)
     denoiser = _native.initialised(_native.Denoiser)
-    for name in (
-        "vocab_size",
-        "mask_token_id",
-        "max_canvas_length",
-        "layers",
-        "kv_heads",
-        "head_size",
-        "top_k",
-        "shift",
-        "max_new_tokens",
-    ):
-        setattr(denoiser, name, getattr(info, name))
-    denoiser.has_cache = int(info.has_cache)
-    denoiser.visible_block = info.visible_block or 0
-    denoiser.draft_block = info.draft_block or 0
-    denoiser.conditioning_size = info.conditioning_size
+    for each in fields(DenoiserInfo):
+        if each.name != "eos_token_ids":
+            setattr(denoiser, each.name, getattr(info, each.name) or 0)
     if info.eos_token_ids:
         denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)
