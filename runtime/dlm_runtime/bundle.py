@@ -400,13 +400,15 @@ class Bundle(Decides, UsesPromptCaches):
         asked, kept = Options.of(options), []
         fields, tools = self._policy_for("generate_batch", asked), self._tools(asked)
         constraint = self._constraints.of_request(self.tokenizer, asked, tools)
+        note = self._constraints.count_loss
         for number, (value, changes) in enumerate(zip(entries, each, strict=True)):
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
                 if not isinstance(changes, Mapping):
                     raise RequestError(f"policies: {shown(changes)} is not a dict of policy fields")
                 policy = fields.with_fields(dict(changes))
-                kept.append(self._made(one, asked, policy, tools, constraint))
+                request = Request(self.tokenizer, one, asked, policy, tools, constraint, note)
+                kept.append(request)
             except RequestError as err:
                 raise RequestError(f"request {number}: {err}") from err
         most = count_of("max_batch", max_batch)
@@ -444,32 +446,9 @@ class Bundle(Decides, UsesPromptCaches):
 
     def _request(self, method: str, given: tuple[Any, ...], options: Options) -> Request:
         policy, tools = self._policy_for(method, options), self._tools(options)
-        return self._made(
-            given,
-            options,
-            policy,
-            tools,
-            self._constraints.of_request(self.tokenizer, options, tools),
-        )
-
-    def _made(
-        self,
-        given: tuple[Any, ...],
-        options: Options,
-        policy: Policy,
-        tools: Tools | None,
-        constraint: Constraint | None,
-    ) -> Request:
-        return Request(
-            self._handle,
-            self.tokenizer,
-            given,
-            options,
-            policy,
-            tools,
-            constraint,
-            self._constraints.count_loss,
-        )
+        constraint = self._constraints.of_request(self.tokenizer, options, tools)
+        note = self._constraints.count_loss
+        return Request(self.tokenizer, given, options, policy, tools, constraint, note)
 
     def infill(
         self,

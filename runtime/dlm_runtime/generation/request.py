@@ -19,7 +19,6 @@ from dlm_runtime.tools import CallFormat, Tools, format_of
 
 if TYPE_CHECKING:
     from dlm_runtime.constraints.compiled import Constraint
-    from dlm_runtime.generation.handle import Handle
     from dlm_runtime.text.tokenizer import Tokenizer
 
 
@@ -308,7 +307,6 @@ class Request:
     """A request in the form of the C ABI. This object owns the memory to which the C structs point.
 
     Args:
-        handle: The handle of the bundle.
         tokenizer: The tokenizer of the bundle. None if the bundle only accepts token ids.
         given: The prompt, the tokens and the chat. Exactly one of these three values is not None.
         options: The options, already checked.
@@ -321,7 +319,6 @@ class Request:
 
     def __init__(
         self,
-        handle: Handle,
         tokenizer: Tokenizer | None,
         given: tuple[Any, ...],
         options: Options,
