@@ -425,7 +425,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        is_open = self.is_ready and all(not model.has_failed for model in self._models)
+        is_open = self.is_ready and not any(model.scheduler.has_ended for model in self._models)
         return JSONResponse({"status": "ready" if is_open else "closing"}, 200 if is_open else 503)
 
     async def _show_metrics(self, _: Request) -> Response:

@@ -38,11 +38,6 @@ class Model:
         return self.bundle.tokenizer is not None and self.bundle.tokenizer.template is not None
 
     @property
-    def has_failed(self) -> bool:
-        """True if the scheduler accepts no more requests."""
-        return self.scheduler.has_ended
-
-    @property
     def efforts(self) -> list[str]:
         """The names of the bundle's effort levels."""
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))

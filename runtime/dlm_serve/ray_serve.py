@@ -128,7 +128,7 @@ class _Replica:
     def check_health(self) -> None:
         """Called by Ray. If this method raises an error repeatedly, Ray replaces the replica."""
         for model in self._models:
-            if model.has_failed:
+            if model.scheduler.has_ended:
                 raise RuntimeError(f"the scheduler of the model {model.name} has ended")
 
 
