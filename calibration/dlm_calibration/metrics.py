@@ -29,8 +29,7 @@ from dlm_calibration.states import MASK_RATIOS
 
 # Number of resamples of a bootstrap.
 RESAMPLES = 1000
-LEVEL = 0.95
-_Z = 1.959963984540054  # the standard normal distribution exceeds it with probability (1 - LEVEL) / 2
+_Z = 1.959963984540054  # the standard normal distribution exceeds it with probability 0.025
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
 # The number of logits that are processed at a time: 32 MB in float64, or 33 rows with a vocabulary
@@ -362,7 +361,6 @@ class Frontier:
         self._jaccard: list[float] = []
         self._committed: list[int] = []
         self._flips: list[int] = []
-        self._kl: list[np.ndarray] = []
         self._frontier_kl: list[np.ndarray] = []
 
     def add(
@@ -383,20 +381,12 @@ class Frontier:
         self._jaccard.append(jaccard(reference.is_chosen, candidate.is_chosen))
         self._committed.append(int(both.sum()))
         self._flips.append(int((both & (reference.guess != candidate.guess)).sum()))
-        self._kl.append(rows.kl)
         self._frontier_kl.append(rows.kl[reference.is_chosen])
 
     @property
     def is_measured(self) -> bool:
         """True if at least one state was added."""
         return bool(self._samples)
-
-    @property
-    def kl(self) -> float:
-        """The mean KL divergence in nats, over all masked positions of the blocks that are being
-        filled.
-        """
-        return float(np.concatenate(self._kl).mean())
 
     @property
     def frontier_kl(self) -> float:
