@@ -15,7 +15,8 @@ one request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from dlm_export.planning.measured import Measured
 from dlm_export.planning.plan import Plan, PlanError
@@ -67,15 +68,15 @@ class Fleet:
     basis: str
     alone_ms: float
     most_per_s: float
-    replicas: int | None
-    load: float | None
-    p50_ms: float | None
-    p95_ms: float | None
-    p95_low_ms: float | None
-    p95_high_ms: float | None
-    p99_ms: float | None
-    cost_per_hour: float | None
-    cost_per_million_requests: float | None
+    replicas: int | None = None
+    load: float | None = None
+    p50_ms: float | None = None
+    p95_ms: float | None = None
+    p95_low_ms: float | None = None
+    p95_high_ms: float | None = None
+    p99_ms: float | None = None
+    cost_per_hour: float | None = None
+    cost_per_million_requests: float | None = None
 
 
 def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) -> list[Fleet]:
@@ -139,14 +140,7 @@ def _fleet(
     demand: Demand,
 ) -> Fleet:
     service = replace(service, overhead_ms=service.overhead_ms + demand.overhead_ms)
-    found = fewest_replicas(service, demand.max_running, demand.per_s, demand.p95_ms)
-    times = None if found is None else found.latencies
-    low = high = None
-    if found is not None and basis == MEASURED:
-        low, high = p95_range(service, demand.max_running, found.load)
-    price = plan.request.prices.get(each.target)
-    cost = None if found is None or price is None else price * found.count
-    return Fleet(
+    fleet = Fleet(
         each.denoiser,
         each.target,
         each.precision,
@@ -154,13 +148,16 @@ def _fleet(
         basis,
         service.alone_ms,
         service.most_per_s(demand.max_running),
-        None if found is None else found.count,
-        None if found is None else found.load,
-        None if times is None else times.p50_ms,
-        None if times is None else times.p95_ms,
-        low,
-        high,
-        None if times is None else times.p99_ms,
-        cost,
-        None if cost is None else cost / (3600 * demand.per_s) * 1e6,
     )
+    found = fewest_replicas(service, demand.max_running, demand.per_s, demand.p95_ms)
+    if found is None:
+        return fleet
+    more: dict[str, Any] = asdict(found.latencies)
+    if basis == MEASURED:
+        low, high = p95_range(service, demand.max_running, found.load)
+        more |= {"p95_low_ms": low, "p95_high_ms": high}
+    if (price := plan.request.prices.get(each.target)) is not None:
+        cost = price * found.count
+        per_million = cost / (3600 * demand.per_s) * 1e6
+        more |= {"cost_per_hour": cost, "cost_per_million_requests": per_million}
+    return replace(fleet, replicas=found.count, load=found.load, **more)
