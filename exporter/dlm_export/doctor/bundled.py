@@ -8,6 +8,7 @@ from typing import Any
 
 from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.bundle.prompt_reuse import prompt_reuse_of
+from dlm_export.devices import DEVICES
 from dlm_export.doctor.checks import (
     LEAST_FOR_GPU,
     LEAST_ONNXRUNTIME,
@@ -27,7 +28,8 @@ from dlm_runtime.cache_dtypes import CACHE_ROWS
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
-SHARED_SM = (87, 110, 101, 121)  # SMs of GPUs that share the CPU's memory
+SHARED_SM = {sm for device in DEVICES if device.is_shared for sm in reported_sms(device.sm)}
+"""The SMs that drivers report for GPUs that share the CPU's memory."""
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
