@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
@@ -42,6 +42,15 @@ class Head:
         }
 
 
+class Spent(NamedTuple):
+    """Numbers of prompt tokens, generated tokens and passes, and of reused prompt tokens."""
+
+    prompt: int
+    completion: int
+    passes: int
+    cached: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """The text of one result, and the reason why the text ended.
@@ -56,8 +65,9 @@ class Answer:
     positions: range
 
     @property
-    def completion_tokens(self) -> int:
-        return len(self.positions)
+    def spent(self) -> Spent:
+        made = self.generation
+        return Spent(made.prompt_tokens, len(self.positions), made.nfe, made.cached_tokens)
 
 
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
@@ -83,26 +93,22 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
 
 
 def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
-    """Count tokens and passes. The tokens of a prompt with several answers are counted once."""
-    prompts = answers[:: ask.choices]
-    prompt = sum(each.generation.prompt_tokens for each in prompts)
-    completion = sum(each.completion_tokens for each in answers)
-    cached = sum(each.generation.cached_tokens for each in prompts)
-    return usage_of(prompt, completion, sum(each.generation.nfe for each in answers), cached)
+    """Return the object ``usage`` for finished answers. See ``usage_of``."""
+    return usage_of([each.spent for each in answers], ask)
 
 
-def usage_of(prompt: int, completion: int, passes: int, cached: int) -> dict[str, Any]:
-    """Return the object ``usage`` for the given numbers of tokens and passes.
-
-    ``cached`` is the number of prompt tokens whose keys and values were reused.
-    """
+def usage_of(spent: Sequence[Spent], ask: Ask) -> dict[str, Any]:
+    """Add up tokens and passes. The tokens of a prompt with several answers are counted once."""
+    prompts = spent[:: ask.choices]
+    prompt, cached = (sum(getattr(each, name) for each in prompts) for name in ("prompt", "cached"))
+    completion = sum(each.completion for each in spent)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
-        "denoising_passes": passes,
+        "denoising_passes": sum(each.passes for each in spent),
     }
 
 

@@ -20,7 +20,7 @@ from dlm_serve.errors import ApiError, of_runtime
 from dlm_serve.field_arguments import Ask
 from dlm_serve.fields import Counts
 from dlm_serve.hosting import Model
-from dlm_serve.replies import Answer, Choices, answer, tool_calls, usage, usage_of
+from dlm_serve.replies import Answer, Choices, Spent, answer, tool_calls, usage, usage_of
 
 UNDECIDED = "░"
 """The character that represents an undecided position in the text of a canvas."""
@@ -258,9 +258,7 @@ class ChoicesWriter(Writer):
         super().__init__(ask, model, is_diffusing)
         kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
         self._form, self._counts = form, counts
-        # Maps each choice to its numbers of prompt tokens, generated tokens, passes and reused
-        # tokens.
-        self._so_far: dict[int, tuple[int, int, int, int]] = {}
+        self._so_far: dict[int, Spent] = {}  # by the index of a choice
         self._head = replace(form.head, kind=kind)
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:
@@ -272,26 +270,11 @@ class ChoicesWriter(Writer):
             decided = [at for at in self._positions(job, event) if not event.undecided[at]]
             first_end = next((at for at in decided if event.canvas[at] in ends), None)
             made = sum(first_end is None or at < first_end for at in decided)
-        self._so_far[index] = (job.prompt_tokens, made, passes, 0)
+        self._so_far[index] = Spent(job.prompt_tokens, made, passes, 0)
 
     def _usage_so_far(self) -> dict[str, Any]:
-        ended = {
-            index: (
-                end.generation.prompt_tokens,
-                end.completion_tokens,
-                end.generation.nfe,
-                end.generation.cached_tokens,
-            )
-            for index, end in self.answers.items()
-        }
-        rows = [row for _, row in sorted((self._so_far | ended).items())]
-        prompts = rows[:: self._ask.choices]
-        return usage_of(
-            sum(row[0] for row in prompts),
-            sum(row[1] for row in rows),
-            sum(row[2] for row in rows),
-            sum(row[3] for row in prompts),
-        )
+        spent = self._so_far | {index: end.spent for index, end in self.answers.items()}
+        return usage_of([each for _, each in sorted(spent.items())], self._ask)
 
     def _opening(self, index: int) -> Iterator[bytes]:
         if self._form.is_chat:
