@@ -51,7 +51,6 @@ class Case:
     tokens: list[int]
     policy: Policy
     max_new_tokens: int
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,6 @@ def expect(
             case.tokens,
             case.policy,
             case.max_new_tokens,
-            case.steps,
             cache_dtype=cache_dtype,
         )
         expected.runs.append((case, done))
@@ -277,8 +275,7 @@ def _run(
     bundle: Bundle, case: Case, wanted: reference.Reference, on_done: Callable[[], None]
 ) -> CaseRun:
     """Generate the text of a case with the bundle."""
-    fields: dict[str, Any] = case.policy.as_dict() | {"steps": case.steps}
-    fields |= {"tokens": case.tokens, "new_tokens": case.max_new_tokens}
+    fields = case.policy.as_dict() | {"tokens": case.tokens, "new_tokens": case.max_new_tokens}
     after: list[State] = []
     out: Generation | None = None
     for event in bundle.stream(**fields):
@@ -310,7 +307,6 @@ def _explain(run: CaseRun, denoiser: Denoiser, worst: float, cache_dtype: str) -
         denoiser,
         start,
         run.case.policy,
-        run.case.steps,
         cache_dtype=cache_dtype,
         on_pass=lambda turn, found, logits: passes.append(Decided(turn, found, logits.numpy())),
     )
