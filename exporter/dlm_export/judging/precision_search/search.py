@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlm_calibration.metrics import summarise
 from dlm_calibration.precisions import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
 from dlm_export.families.base import table_type
 from dlm_export.graph.quantise import Form, misfit
+from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import AccuracyError
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
-from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
 from dlm_export.network.spec import HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
@@ -233,18 +234,33 @@ def search(
                 )
     path = trade_off(choices)
     reference = shown_source(source, "fp32", torch.float32, place)
-    loss = MaskedLoss(reference, samples, policy, seed)
+    limit = reference.max_canvas_length
+    canvases = [
+        seen
+        for number, sample in enumerate(samples)
+        for seen in masked_canvases(
+            sample, number, reference, policy=policy, limit=limit, seed=seed
+        )
+    ]
+    views = [seen.view for seen in canvases]
+    reference.see(views)
 
     def measure(point: Point) -> float:
+        """Return the relative increase of cross-entropy.
+
+        If the reference's cross-entropy is 0 and the candidate's cross-entropy is not 0, returns
+        infinity.
+        """
         chosen = _by_layer(layers, point.formats)
         layered = Assigned(source.parameters, source.network, ready, chosen, place.device)
-        increase = loss.of(
-            SweptPredictor(
-                layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
-            )
+        candidate = SweptPredictor(
+            layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
         )
+        candidate.see(views)
+        (rows,) = compare_masked(reference, [candidate], canvases)
+        increase = summarise(rows.rows, rows.sample, len(samples), seed)["ce_increase"]
         on_done()
-        return increase
+        return float("inf") if increase is None else float(increase)
 
     measured: dict[int, float] = {}
     # ``path[low]`` always meets the budget: in ``path[0]``, all layers are in full precision.
