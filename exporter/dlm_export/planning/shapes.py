@@ -218,9 +218,10 @@ def precisions_of(
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
+    every_name = [name for name in target.precisions if name not in (AUTO, STORED)]
+    asked = every_name if names is None else names
     reason = refusal(shape.network, target)
     if reason is not None:
-        asked = names or [name for name in target.precisions if name not in (AUTO, STORED)]
         return [], dict.fromkeys(asked, reason)
     every = list(shape.network.quantisable())
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
@@ -249,11 +250,7 @@ def precisions_of(
             )
         else:
             add(shape.precision, shape.layers, element_bytes)
-    for name in (
-        [name for name in target.precisions if name not in (AUTO, STORED)]
-        if names is None
-        else names
-    ):
+    for name in asked:
         try:
             recipe = recipe_for([target], name)
         except TargetError as err:
