@@ -3,10 +3,10 @@
 The module ``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
-the object names a method of ``Text``, and the other members are the method's arguments. The answer
-consists of a length and a JSON object. If the request succeeded, the object has the member
-``value`` with the result. Otherwise, it has the member ``refused`` with the error message of the
-library (null if memory ran out).
+the object names a method of ``Text``, and the other members are the method's arguments. The raw
+bytes are the argument ``tokenizer`` of ``load``. The answer consists of a length and a JSON object.
+If the request succeeded, the object has the member ``value`` with the result. Otherwise, it has the
+member ``refused`` with the error message of the library (null if memory ran out).
 
 The program ends when its input is closed, or when the program exceeds a limit. The limit on address
 space is passed on the command line. The limit on processor time is a timer, which is set again for
@@ -48,31 +48,27 @@ class Text:
         self.tokenizer.no_padding()
         self.source, self.special_tokens = template or "", special_tokens
 
-    def size(self, _: bytes) -> int:
+    def size(self) -> int:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def names(self, _: bytes, tokens: list[int]) -> list[str | None]:
+    def names(self, tokens: list[int]) -> list[str | None]:
         return [self.tokenizer.id_to_token(token) for token in tokens]
 
-    def as_json(self, _: bytes) -> str:
+    def as_json(self) -> str:
         return str(self.tokenizer.to_str())
 
-    def encode(
-        self, _: bytes, text: str, add_special_tokens: bool, special_tokens: bool
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
         if special_tokens:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         made = self._plain(text)
         return list((self.tokenizer.post_process(made) if add_special_tokens else made).ids)
 
-    def encode_each(
-        self, _: bytes, texts: list[str], special_tokens: bool
-    ) -> list[list[int] | None]:
+    def encode_each(self, texts: list[str], special_tokens: bool) -> list[list[int] | None]:
         return [self._encoded(text, special_tokens) for text in texts]
 
     def _encoded(self, text: str, special_tokens: bool) -> list[int] | None:
         try:
-            return self.encode(b"", text, False, special_tokens)
+            return self.encode(text, False, special_tokens)
         except ValueError:
             return None
 
@@ -121,7 +117,7 @@ class Text:
             return found
         return None if name is None else self.tokenizer.token_to_id(name)
 
-    def vocabulary(self, _: bytes) -> tuple[list[str], list[str | None]]:
+    def vocabulary(self) -> tuple[list[str], list[str | None]]:
         decoder = (
             {}
             if self.tokenizer.decoder is None
@@ -130,31 +126,30 @@ class Text:
         added = self.tokenizer.get_added_tokens_decoder()
         names = [
             None if token in added else self.tokenizer.id_to_token(token)
-            for token in range(self.size(b""))
+            for token in range(self.size())
         ]
         parts = decoder.get("decoders", [decoder] if decoder else [])
         return [str(each.get("type")) for each in parts], names
 
-    def decode(self, _: bytes, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    def decode_each(self, _: bytes, rows: list[list[int]]) -> list[str]:
-        return [self.decode(b"", row, True) for row in rows]
+    def decode_each(self, rows: list[list[int]]) -> list[str]:
+        return [self.decode(row, True) for row in rows]
 
     def encode_chat(
         self,
-        _: bytes,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         special_tokens: bool,
     ) -> list[int]:
-        text = self.render(b"", messages, tools)
+        text = self.render(messages, tools)
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
                 raise ValueError("it omits the system message, because this denoiser supports none")
         return (
-            self.encode(b"", text, False, True)
+            self.encode(text, False, True)
             if special_tokens
             else self._encode_rendered(text, messages, tools)
         )
@@ -191,8 +186,8 @@ class Text:
         ]
         marked_tools = mapped(tools, mark)
         if not marks.letters:
-            return self.encode(b"", text, False, True)
-        marked = self.render(b"", marked_messages, marked_tools)
+            return self.encode(text, False, True)
+        marked = self.render(marked_messages, marked_tools)
         if marks.removed(marked) != text:
             raise ValueError("it changes the text of a special token in a message")
         made = self.tokenizer.encode(marked, add_special_tokens=False)
@@ -201,7 +196,7 @@ class Text:
             piece = marked[start:end]
             if (plain := marks.removed(piece)) == piece:
                 found += ids
-            elif self.encode(b"", piece, False, True) != ids:
+            elif self.encode(piece, False, True) != ids:
                 raise ValueError(
                     "a message contains a special token, and this tokenizer cannot encode parts of a chat separately"
                 )
@@ -253,9 +248,7 @@ class Text:
                 ids.append(token)
         yield ids, done, length
 
-    def render(
-        self, _: bytes, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         given = {"messages": [_message(each) for each in messages], "tools": tools}
         return str(
             self.template.render(
@@ -263,12 +256,12 @@ class Text:
             )
         )
 
-    def render_each(self, _: bytes, chats: list[list[dict[str, Any]]]) -> list[str | None]:
+    def render_each(self, chats: list[list[dict[str, Any]]]) -> list[str | None]:
         return [self._rendered(messages) for messages in chats]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
         try:
-            return self.render(b"", messages, None)
+            return self.render(messages, None)
         except MemoryError:
             raise
         except Exception:  # any error of a template or its expressions
@@ -386,10 +379,10 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes:
+def answer(text: Text, do: str, arguments: dict[str, Any]) -> bytes:
     """Carry out a request and return the answer as JSON."""
     try:
-        return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
+        return json.dumps({"value": getattr(text, do)(**arguments)}).encode()
     except MemoryError:
         return b'{"refused": null}'
     except BaseException as err:  # a panic of tokenizers derives from BaseException only
@@ -415,10 +408,12 @@ def main(limits: dict[str, Any]) -> None:
     while len(sizes := source.read(16)) == 16:
         request, data = (source.read(size) for size in struct.unpack("<QQ", sizes))
         arguments = json.loads(request)
+        if arguments["do"] == "load":
+            arguments["tokenizer"] = data
         signal.setitimer(
             signal.ITIMER_PROF, SECONDS + (len(request) + len(data)) * SECONDS_PER_BYTE
         )
-        reply = answer(text, arguments.pop("do"), arguments, data)
+        reply = answer(text, arguments.pop("do"), arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(struct.pack("<Q", len(reply)) + reply)
         out.flush()
