@@ -299,6 +299,9 @@ def abridged(layers: Sequence[str]) -> str:
 
     Block indices in the names are replaced by N, and each resulting name is listed once.
     """
-    return ", ".join(
-        dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)
-    )
+    return ", ".join(dict.fromkeys(map(block_left_out, layers)))
+
+
+def block_left_out(layer: str) -> str:
+    """Replace the block index in the path of a layer with N, as in ``blocks.N.mlp.up``."""
+    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlm_calibration.precisions import block_left_out
 from dlm_export.checkpoints.hub import HubName, Located
 from dlm_export.checkpoints.local import local
 from dlm_export.cli.judging import print_judgement
@@ -38,7 +39,6 @@ from dlm_export.cli.options import (
 )
 from dlm_export.cli.printing import (
     Bars,
-    block_left_out,
     format_bytes,
     print_effort,
     print_json,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlm_calibration.precisions import block_left_out
 from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 
 if TYPE_CHECKING:
@@ -125,11 +126,6 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def shown(value: float | None, form: str) -> str:
     """Format a number. ``None`` becomes a dash."""
     return "-" if value is None else format(value, form)
-
-
-def block_left_out(layer: str) -> str:
-    """Replace the block index in the path of a layer with N, as in ``blocks.N.mlp.up``."""
-    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:

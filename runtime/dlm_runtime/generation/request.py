@@ -535,13 +535,10 @@ def listed(names: Sequence[str]) -> str:
 def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
     """Check that an option is a list of texts. Raises RequestError, which names the option."""
     try:
-        texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
-        is_good = not isinstance(value, (str, bytes, Mapping)) and all(
-            isinstance(text, str) and text for text in texts
-        )
+        texts = None if isinstance(value, (str, bytes, Mapping)) else tuple(value)
     except TypeError:
-        is_good = False
-    if not is_good:
+        texts = None
+    if texts is None or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} = {shown(value)}: give a list of texts that are not empty")
     return tuple(text_of(name, text) for text in texts)
 
