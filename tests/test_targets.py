@@ -81,7 +81,7 @@ def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
 def test_every_listed_precision_is_taken_and_every_other_recipe_refused(name: str) -> None:
     target = find(name)
     for precision in target.precisions:
-        recipe = target.recipe(precision)
+        recipe = recipe_for([target], precision)
         assert (recipe is None) == (precision in (*target.full_precisions, "auto", "stored"))
     for precision in {*RECIPES, "fp32", "fp16", "bf16"} - set(target.precisions):
         assert f"target {name} does not run" in refusal([name], precision)

@@ -123,10 +123,6 @@ class Target:
         """
         check([self], layers.values(), "the bundle")
 
-    def recipe(self, precision: str) -> Recipe | None:
-        """Return the recipe that ``precision`` means on this target. See ``recipe_for``."""
-        return recipe_for([self], precision)
-
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"precisions": list(self.precisions)}
 

@@ -20,10 +20,6 @@ CHOICES = ("auto", "required", "none")
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 
 
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a function.
@@ -38,7 +34,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
-    id: str = field(default_factory=_new_id, compare=False)
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from dlm_export.cli.conversing import chat_option, conversation_options, take_co
 from dlm_export.cli.options import (
     CHECKPOINT,
     command,
-    flag,
     group,
     json_option,
     number,
     opening_group,
     option,
     options,
+    special_tokens_option,
     text,
 )
 from dlm_export.cli.printing import print_json, print_table
@@ -67,10 +67,7 @@ from dlm_runtime.generation.deciding import Question
         number(
             "--rest", "Mask tokens after the answer; if above 0, text may follow.", 0, default=0
         ),
-        flag(
-            "--special-tokens",
-            help="Recognise special tokens in the given texts; use only with trusted text.",
-        ),
+        special_tokens_option,
         json_option,
     ),
     opening_group,

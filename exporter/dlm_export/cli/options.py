@@ -155,6 +155,10 @@ candidate_set_option = option(
     metavar="F=V",
     help="Set field F of CANDIDATE's policy to V; repeatable.",
 )
+special_tokens_option = flag(
+    "--special-tokens",
+    help="Recognise special tokens in the given texts; use only with trusted text.",
+)
 prompts_option = file("--prompts", "Text file with a prompt per line, instead of random tokens.")
 
 # ---- Checkpoints ----

@@ -34,6 +34,7 @@ from dlm_export.cli.options import (
     prompt_cache_option,
     real,
     set_option,
+    special_tokens_option,
     text,
 )
 from dlm_export.cli.printing import (
@@ -86,10 +87,7 @@ from dlm_export.signals import cancelling
             show_default=False,
         ),
         prompt_cache_option,
-        flag(
-            "--special-tokens",
-            help="Recognise special tokens in the given texts; use only with trusted text.",
-        ),
+        special_tokens_option,
     ),
     kind_group(constrain_from_option),
     tools_group("auto"),

@@ -55,6 +55,7 @@ CANVAS = 256  # default canvas length in tokens
 BLOCKS = (4, 8, 32)
 # The default canvas length and numbers of tokens per pass if ``BenchOptions.cost`` is true.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
+PASSES_SYNTAX = "write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256"
 WARM_UP = 3  # number of untimed passes of each size; engines capture a CUDA graph in the third pass
 # A generation takes long, so it is repeated only a fifth as often as a single pass.
 GENERATION_SHARE = 5
@@ -113,14 +114,10 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         if not re.fullmatch(r"\d{1,7}\s*,\s*\d{1,7}\s*,\s*\d{1,7}", part):
-            raise RequestError(
-                f"pass {part!r}: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256"
-            )
+            raise RequestError(f"pass {part!r}: {PASSES_SYNTAX}")
         sizes.append(PassSize(*map(int, part.split(","))))
     if not sizes:
-        raise RequestError(
-            "no pass is given: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256"
-        )
+        raise RequestError(f"no pass is given: {PASSES_SYNTAX}")
     return tuple(sizes)
 
 

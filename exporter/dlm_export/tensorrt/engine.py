@@ -165,7 +165,7 @@ def build_engine(
         denoiser.quantisable(), loop["graph"]["cache_dtype"]
     )
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, network, loop, builder, limits, options)
+    config = _make_config(trt, trt_builder, loop, builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(
@@ -316,7 +316,6 @@ def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
 def _make_config(
     trt: Any,
     trt_builder: Any,
-    network: Any,
     loop: Mapping[str, Any],
     builder: Builder,
     limits: Limits,

@@ -202,7 +202,6 @@ class _Beside:
         self.rows: dict[str, LayerRow] = {}
         self.found: list[np.ndarray] = []
         self.expected: list[np.ndarray] = []
-        self._now: dict[str, np.ndarray] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
         """Compute one part of the graph in torch, and compare the layers of the part.
