@@ -22,6 +22,7 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.samples import Sample
+from dlm_export.judging.report.figures import sensitivity
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -189,13 +190,12 @@ class Judgement:
             found.append(
                 f"worst bucket: mask ratio {worst['mask_ratio']}, cross-entropy {rise:+.4f} nats, top-1 {worst['top1']:.2%}"
             )
-        ranked = sorted(self.layers, key=_sensitivity, reverse=True)[:WORST_LAYERS]
+        ranked = sorted(self.layers, key=sensitivity, reverse=True)[:WORST_LAYERS]
         if missed and ranked:
             found.append(
                 "worst layers: "
                 + ", ".join(
-                    f"{row['layer']} ({row['format']}, KL {_sensitivity(row):.2e})"
-                    for row in ranked
+                    f"{row['layer']} ({row['format']}, KL {sensitivity(row):.2e})" for row in ranked
                 )
             )
         return found
@@ -215,11 +215,6 @@ def check_budgets(judgement: Judgement, where: str) -> None:
     if judgement.passed:
         return
     raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")
-
-
-def _sensitivity(row: Mapping[str, Any]) -> float:
-    value = row["kl"] if row["frontier_kl"] is None else row["frontier_kl"]
-    return float(value or 0.0)
 
 
 def _measured(section: Mapping[str, Any] | None, name: str) -> tuple[float | None, Any]:

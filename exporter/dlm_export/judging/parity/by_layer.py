@@ -67,6 +67,7 @@ from dlm_export.workplace import Workplace
 # the boundary if its relative distance is smaller than ``_BOUNDARY``. This value is a few times the
 # relative rounding error of fp32.
 _BOUNDARY = 2.0**-20
+SEED = 0  # of the random canvases and soft embeddings
 # The largest slope of each activation function of experts, rounded up.
 _STEEPEST = {"silu": 1.1, "gelu-tanh": 1.13}
 
@@ -99,7 +100,6 @@ def check_layers(
     cache_dtype: str,
     is_simulated: bool,
     on_done: Callable[[], None],
-    seed: int = 0,
     workplace: Workplace | None = None,
 ) -> Parity:
     """Compare each layer of a bundle with torch, on one random canvas per mask ratio.
@@ -116,18 +116,17 @@ def check_layers(
         cache_dtype: The value of ``cache_dtype`` in the manifest.
         is_simulated: The value of ``is_simulated`` in the manifest.
         on_done: Called after each part of the graph, ``units`` times in total.
-        seed: Seed of the random canvases.
         workplace: The memory and device to use.
 
     Raises:
         DlmError: The graph cannot be run.
     """
-    canvases = make_canvases(network, random_prompts(network, 1, seed), seed)
+    canvases = make_canvases(network, random_prompts(network, 1, SEED), SEED)
     parts = cut(ir.load(folder / GRAPH_FILE))
     for part in parts:
         show(part.model, taps)
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
-    drafts = _drafts(network, canvases, seed)
+    drafts = _drafts(network, canvases)
     beside = _Beside(done, taps, canvases, drafts, cache_dtype, workplace or Workplace())
     passes = []
     for batch in beside.equal.batches:
@@ -155,9 +154,9 @@ def check_layers(
     )
 
 
-def _drafts(network: NetworkSpec, canvases: Sequence[Canvas], seed: int) -> list[Draft | None]:
+def _drafts(network: NetworkSpec, canvases: Sequence[Canvas]) -> list[Draft | None]:
     """Return a draft pass over every second canvas, if the network has self-conditioning."""
-    rng, found = np.random.default_rng(seed), list[Draft | None]()
+    rng, found = np.random.default_rng(SEED), list[Draft | None]()
     for number, canvas in enumerate(canvases):
         draft, length = None, len(canvas.tokens)
         if network.conditioning is not None and number % 2:

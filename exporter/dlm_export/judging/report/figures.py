@@ -224,8 +224,8 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
 
     means = [
-        f"{name}, mean {as_number(float(nfe.mean()), 3)}"
-        for name, nfe in zip(_names(judgement), (theirs, ours), strict=True)
+        f"{judgement[side]}, mean {as_number(float(nfe.mean()), 3)}"
+        for side, nfe in (("reference", theirs), ("candidate", ours))
     ]
     legend = [("reference", means[0]), ("candidate", means[1])]
     reading = (
@@ -233,10 +233,6 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     )
     description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
     return draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
-
-
-def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
-    return judgement["reference"], judgement["candidate"]
 
 
 def _quality_axes(
