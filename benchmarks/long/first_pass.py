@@ -109,7 +109,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
     returns the process's memory in bytes, after opening the bundle and at the peak.
     """
     import dlm_runtime
-    from dlm_export.planning.bench import peak_rss_bytes
+    from dlm_export.memory import peak_rss_bytes
 
     with dlm_runtime.open(folder, threads=threads, check_hashes=False) as bundle:
         opened = process_bytes("denoiser.onnx.data")
@@ -145,7 +145,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
 def run_theirs(path: str, length: int, threads: int) -> dict[str, Any]:
     """Compute one prompt in llama.cpp. Returns the seconds and the process's peak memory."""
     from benchmarks.llama import Llama
-    from dlm_export.planning.bench import peak_rss_bytes
+    from dlm_export.memory import peak_rss_bytes
 
     llama = Llama(Path(path), threads, is_causal=True)
     seconds = llama.time_prompt(prompt_of(length))

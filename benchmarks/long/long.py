@@ -54,7 +54,7 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
-    from dlm_export.planning.bench import peak_rss_bytes
+    from dlm_export.memory import peak_rss_bytes
 
     with dlm_runtime.open(path, threads=threads, check_hashes=False) as bundle:
         policy = bundle.policy(

@@ -137,7 +137,7 @@ class Process:
 
 def work(side: str, size: str, kind: str, threads: str) -> None:
     """Answer requests from stdin until stdin ends."""
-    from dlm_export.planning.bench import peak_rss_bytes
+    from dlm_export.memory import peak_rss_bytes
 
     if side == "ours":
         model: Any = Ours(size, kind, int(threads))

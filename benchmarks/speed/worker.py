@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.speed.contestants import NATIVE, TORCH_NAMES, Contestant, Native, NotOffered, Torch
-from dlm_export.planning.bench import peak_rss_bytes
+from dlm_export.memory import peak_rss_bytes
 
 
 def make(name: str, size: str, threads: int) -> Contestant:

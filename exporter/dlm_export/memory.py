@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,9 +50,21 @@ def available_memory_bytes() -> int | None:
 
     Returns ``None`` if Linux gives no estimate.
     """
-    info = Path("/proc/meminfo")
-    for line in info.read_text().splitlines() if info.is_file() else []:
-        if line.startswith("MemAvailable:"):
+    return _bytes_in("/proc/meminfo", "MemAvailable:")
+
+
+def peak_rss_bytes() -> int:
+    """Return the process's peak resident memory in bytes, including memory-mapped files."""
+    peak = _bytes_in("/proc/self/status", "VmHWM:")
+    # ``ru_maxrss`` is less exact, because it may include the parent process's memory.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
+def _bytes_in(path: str, name: str) -> int | None:
+    """Return a size in bytes from a file of /proc, or ``None`` if the file does not contain it."""
+    file = Path(path)
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
     return None
 

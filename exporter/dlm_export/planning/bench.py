@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import resource
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +32,7 @@ from dlm_export.bundle.default_loop import default_loop
 from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.machine import this_machine
+from dlm_export.memory import peak_rss_bytes
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
@@ -534,16 +534,6 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
         "cache_bytes": cache,
         "ratio": peak / (weights + cache) if is_on_cpu else None,
     }
-
-
-def peak_rss_bytes() -> int:
-    """Return the process's peak resident memory in bytes, including memory-mapped files."""
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.is_file() else []:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    # ``ru_maxrss`` is less exact, because it may include the parent process's memory.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:

@@ -41,7 +41,6 @@ def measure_service(
     options: Mapping[str, Any],
     running: Sequence[int],
     progress: Progress,
-    rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     """Run the prompts in a scheduler, for each number of running requests in ``running``.
 
@@ -57,11 +56,11 @@ def measure_service(
       rounds.
     """
     counts = sorted({1, *running})
-    progress.start("loads", rounds * len(counts))
+    progress.start("loads", ROUNDS * len(counts))
     draw = np.random.default_rng(SEED)
     windows: dict[int, list[_Window]] = {count: [] for count in counts}
     added: list[float] = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for count in counts:
             if count == 1:
                 windows[count].append(_alone(bundle, prompts, options, draw, added))
@@ -74,7 +73,7 @@ def measure_service(
             1e3 * found[number].seconds / found[number].shares * row["shares"] / row["ms_per_pass"]
             for row, found in zip(rows, windows.values(), strict=True)
         )
-        for number in range(rounds)
+        for number in range(ROUNDS)
     ]
     return {
         "overhead_ms": 1e3 * max(0.0, statistics.median(added)),
