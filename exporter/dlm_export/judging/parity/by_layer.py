@@ -201,6 +201,8 @@ class _Beside:
         self.rows: dict[str, LayerRow] = {}
         self.found: list[np.ndarray] = []
         self.expected: list[np.ndarray] = []
+        # The values that the graph computed in the current part, with one mapping per batch.
+        self._shown: list[Values] = []
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
         """Compute one part of the graph in torch, and compare the layers of the part.
@@ -209,15 +211,15 @@ class _Beside:
         batch.
         """
         # Remove the prefix that ``taps.show`` adds to the names of values.
-        values = [
+        self._shown = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
         if part.block is not None:
-            self._block(part.block, values)
+            self._block(part.block)
         elif part.name == END:
-            self._end(values)
+            self._end()
 
-    def _block(self, i: int, shown: Sequence[Values]) -> None:
+    def _block(self, i: int) -> None:
         block = self.layered.block(i)
         modules = named(i, block)
         layers = [layer for layer in self.done.formats if layer in modules]
@@ -234,34 +236,26 @@ class _Beside:
             router = modules[_router_of(path)]
             assert isinstance(router, Router)
             if router.norm is not None:
-                router.register_forward_pre_hook(
-                    functools.partial(self._before_router, path, shown)
-                )
-            module.register_forward_pre_hook(
-                functools.partial(self._before_experts, path, router, shown)
-            )
-            module.register_forward_hook(functools.partial(self._after_experts, path, shown))
+                router.register_forward_pre_hook(functools.partial(self._before_router, path))
+            module.register_forward_pre_hook(functools.partial(self._before_experts, path, router))
+            module.register_forward_hook(functools.partial(self._after_experts, path))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
                 # ``calibrate.simulate`` has added a hook that quantises the layer's input. The new
                 # hook must get the unquantised input, so ``prepend`` makes the new hook run first.
                 modules[layer].register_forward_pre_hook(
-                    functools.partial(self._before, layer, shown), prepend=True
+                    functools.partial(self._before, layer), prepend=True
                 )
-                modules[layer].register_forward_hook(functools.partial(self._after, layer, shown))
+                modules[layer].register_forward_hook(functools.partial(self._after, layer))
         self.equal.through(i, block)
 
-    def _before(
-        self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
-    ) -> Tensor | None:
-        theirs = self._shown_now(shown)[self.taps[layer].input]
+    def _before(self, layer: str, _: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        theirs = self._shown_now()[self.taps[layer].input]
         self._note_input(layer, inputs[0].cpu().numpy(), theirs)
         return torch.from_numpy(theirs).to(inputs[0].device) if np.isfinite(theirs).all() else None
 
-    def _after(
-        self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor
-    ) -> Tensor | None:
-        values, tap = self._shown_now(shown), self.taps[layer]
+    def _after(self, layer: str, module: Any, _: Any, output: Tensor) -> Tensor | None:
+        values, tap = self._shown_now(), self.taps[layer]
         if tap.output not in values:
             return None
         x, theirs = values[tap.input], values[tap.output]
@@ -273,22 +267,20 @@ class _Beside:
         self._note(layer, 0.0, float("inf"))
         return None
 
-    def _before_router(
-        self, path: str, shown: Sequence[Values], router: Any, inputs: tuple[Tensor, ...]
-    ) -> None:
+    def _before_router(self, path: str, router: Any, inputs: tuple[Tensor, ...]) -> None:
         """Compare the router's inputs, whose norm is not that of the experts' inputs."""
-        theirs = self._shown_now(shown)[self.taps[_router_of(path)].input]
+        theirs = self._shown_now()[self.taps[_router_of(path)].input]
         self._note_input(_router_of(path), router.prepared(inputs[0]).cpu().numpy(), theirs)
 
     def _before_experts(
-        self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
+        self, path: str, router: Router, _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Check that the graph chooses experts as good as the experts that torch would choose.
 
         The function compares the experts' scores, not their indices, because either choice is
         correct if two experts suit a token equally well.
         """
-        values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
+        values, routes = self._shown_now(), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
         chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
@@ -306,14 +298,9 @@ class _Beside:
         return x, chosen, theirs
 
     def _after_experts(
-        self,
-        path: str,
-        shown: Sequence[Values],
-        module: RoutedMLPs,
-        inputs: tuple[Tensor, ...],
-        output: Tensor,
+        self, path: str, module: RoutedMLPs, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
-        theirs = self._shown_now(shown)[self.taps[path].output]
+        theirs = self._shown_now()[self.taps[path].output]
         slack = np.zeros(theirs.shape, np.float32)
         if not module.is_dense and self._format_of(path) != HIGH:
             slack = _experts_slack(self.done, path, module, *inputs).cpu().numpy()
@@ -324,10 +311,11 @@ class _Beside:
         """Return the number format of a layer or of a mixture of experts."""
         return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
-    def _shown_now(self, shown: Sequence[Values]) -> Values:
-        return shown[self.equal.batches.index(self.equal.now)]
+    def _shown_now(self) -> Values:
+        """Return the graph's values for the batch that the pass ``equal`` computes now."""
+        return self._shown[self.equal.batches.index(self.equal.now)]
 
-    def _end(self, shown: Sequence[Values]) -> None:
+    def _end(self) -> None:
         rows = [canvas.rows for canvas in self.canvases]
         places = {
             number: (i, row)
@@ -335,7 +323,7 @@ class _Beside:
             for row, number in enumerate(batch.numbers)
         }
         values = [
-            {name: value[row] for name, value in shown[i].items()}
+            {name: value[row] for name, value in self._shown[i].items()}
             for _, (i, row) in sorted(places.items())
         ]
         self.found = [each[LOGITS] for each in values]
