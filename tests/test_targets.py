@@ -20,7 +20,7 @@ from dlm_export import machine, targets
 from dlm_export.cli import main
 from dlm_export.engines import RTX
 from dlm_export.processors import KERNEL_SETS
-from dlm_export.targets import TargetError, find, find_all, recipe_for
+from dlm_export.targets import TargetError, check, find, find_all, recipe_for
 from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
@@ -171,13 +171,13 @@ def test_layers_of_a_bundle_are_checked_by_their_format() -> None:
         "blocks.0.mlp.down": "fp8",
         "blocks.0.attention.q": "high",
     }
-    find("thor").check_layers(layers)
+    check([find("thor")], layers.values(), "the bundle")
     with pytest.raises(
         TargetError,
         match=r"l4 does not run nvfp4-weight, which the bundle asks for \(NVFP4 needs SM 10.0",
     ):
-        find("l4").check_layers(layers)
-    find("l4").check_layers({"blocks.0.mlp.up": "high"})
+        check([find("l4")], layers.values(), "the bundle")
+    check([find("l4")], {"blocks.0.mlp.up": "high"}.values(), "the bundle")
 
 
 def test_any_gpu_goes_by_its_sm() -> None:

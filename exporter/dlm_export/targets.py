@@ -116,13 +116,6 @@ class Target:
         """Return the formats that the target does not support, sorted and without duplicates."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
-    def check_layers(self, layers: Mapping[str, str]) -> None:
-        """Raise TargetError if a layer of a bundle has a format that the target does not support.
-
-        ``layers`` maps the path of each layer to its format.
-        """
-        check([self], layers.values(), "the bundle")
-
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"precisions": list(self.precisions)}
 

@@ -41,7 +41,7 @@ def opening(values: dict[str, Any]) -> Opening:
     """Remove the options for opening a bundle from ``values``, and return them as an ``Opening``."""
     from dlm_export.opening import Opening
 
-    names = ("engine", "provider", "allow_fallback", "cuda_graphs", "threads", "prompt_caches")
+    names = [each.name for each in fields(Opening)]
     return Opening(**{name: values.pop(name) for name in names if name in values})
 
 

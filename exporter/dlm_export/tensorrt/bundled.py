@@ -16,7 +16,7 @@ from dlm_export.bundle.folder import changing, sha256, write_manifest
 from dlm_export.graph import PLAIN_OPSET
 from dlm_export.outputs import OutputError, TakenError, replaced
 from dlm_export.progress import Progress
-from dlm_export.targets import Target, recipe_for, sm_text
+from dlm_export.targets import Target, check, recipe_for, sm_text
 from dlm_export.tensorrt.builders import deferred_command, find_builder
 from dlm_export.tensorrt.engine import (
     Built,
@@ -136,6 +136,6 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
     """Check that ``target`` supports the bundle's precision. Otherwise, raises TargetError."""
     if "layers" in precision:
-        target.check_layers(precision["layers"])
+        check([target], precision["layers"].values(), "the bundle")
     else:
         recipe_for([target], precision["name"])
