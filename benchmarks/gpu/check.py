@@ -42,6 +42,9 @@ FAMILIES = (
     "nemotron",
     "stable_diffcoder",
     "wedlm",
+    "bert",
+    "roberta",
+    "modern_bert",
     "sdar_moe",
     "rnd1",
 )

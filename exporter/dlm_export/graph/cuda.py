@@ -25,6 +25,7 @@ Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 # graphs apply them to fp32 only. Our graphs apply the remaining operators to integers only.
 KERNELS = frozenset(
     [
+        "Abs",
         "Add",
         "Attention",
         "Cast",
@@ -38,9 +39,12 @@ KERNELS = frozenset(
         "Floor",
         "Gather",
         "GatherElements",
+        "Gelu",
         "Gemm",
         "Greater",
+        "LayerNormalization",
         "Less",
+        "LessOrEqual",
         "Log",
         "MatMul",
         "Min",
