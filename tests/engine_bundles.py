@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from checkpoints import dream_config, write_checkpoint
@@ -110,6 +111,13 @@ def check_audits(bundle: Path, names: Sequence[str]) -> None:
 def copy_of(bundle: Path, to: Path) -> Path:
     """Copy a bundle, so that a test may change the copy."""
     return Path(shutil.copytree(bundle, to))
+
+
+def row_inputs(tokens: int, cached: int) -> dict[str, np.ndarray]:
+    """The inputs with which a graph for cuda reads all cached rows, for one request per canvas."""
+    counts = {"cached_requests": cached, "token_requests": tokens}
+    first = {name: np.zeros(count, np.int64) for name, count in counts.items()}
+    return first | {"cached_rows": np.arange(cached)}
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from checkpoints import (
     sdar_config,
     write_checkpoint,
 )
-from engine_bundles import dlm_export, gpu_bundle, read_manifest, refused, tiny
+from engine_bundles import dlm_export, gpu_bundle, read_manifest, refused, row_inputs, tiny
 from hypothesis import strategies as st
 
 import dlm_runtime
@@ -136,17 +136,12 @@ def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(
             layer[kind]: generator.normal(size=shape).astype(np.float16)
             for kind in ("past_key", "past_value")
         }
-    rows_of_pass = {
-        "cached_rows": np.arange(cached),
-        "cached_requests": np.zeros(cached, np.int64),
-        "token_requests": np.zeros(tokens, np.int64),
-    }
     names = ["top_token", "top_prob", "top_log_odds", "logits", "present_key.0"]
     judged, device = (
         onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(
             names, feeds | more
         )
-        for name, more in (("denoiser.onnx", {}), ("device.onnx", rows_of_pass))
+        for name, more in (("denoiser.onnx", {}), ("device.onnx", row_inputs(tokens, cached)))
     )
     # A tied head is a MatMul in the judged graph and a Gemm in the other, which round differently.
     tolerance = 2.0**-8 if network_of(read_manifest(folder)).tied_head else 0
