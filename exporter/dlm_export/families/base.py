@@ -190,7 +190,8 @@ class Layout:
     ``.{e}`` nor ``.weight``.
 
     ``fused`` contains the roles of the matrices that are rows of fused tensors (see ``split_rows``).
-    Queries, keys and values are rows of one tensor, in this order. So are gate and up.
+    Queries, keys and values are rows of one tensor, in this order. Gate and up are rows of another
+    tensor, in this order.
     """
 
     embed: str

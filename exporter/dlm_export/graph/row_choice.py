@@ -5,7 +5,7 @@ select the rows that the pass reads. The table in ``graph`` describes these inpu
 selected rows may belong to no request, so a caller can round their number up. CUDA graphs need few
 different shapes.
 
-A token attends only to the rows of its own request. Graphs for CPUs reach the same with the input
+A token attends only to the rows of the same request. Graphs for CPUs reach the same with the input
 ``segments``, which their kernels read. The operators of ONNX Runtime's CUDA provider take a mask
 instead.
 """
@@ -24,7 +24,7 @@ from dlm_export.graph.trace import Graph
 def choose_rows(graph: Graph) -> None:
     """Add the inputs for the choice of rows to a graph with Attention operators.
 
-    The network must have no cached layers with a window, because such layers have rows of their own.
+    The network must have no cached layers with a window, because such layers store other rows.
     """
     assert graph.network.cache_window is None
     main = graph.model.graph

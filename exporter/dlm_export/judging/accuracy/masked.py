@@ -102,6 +102,18 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
     return start, start + len(metrics.until_end(sample.tokens[start:].tolist(), eos_token_ids))
 
 
+def all_masked(
+    samples: Sequence[Sample], side: Side, *, policy: Policy, seed: int
+) -> list[MaskedCanvas]:
+    """Mask every sample with each of ``MASK_RATIOS``. Raises the errors of ``masked_canvases``."""
+    limit = side.max_canvas_length
+    return [
+        seen
+        for number, sample in enumerate(samples)
+        for seen in masked_canvases(sample, number, side, policy=policy, limit=limit, seed=seed)
+    ]
+
+
 def masked_canvases(
     sample: Sample,
     number: int,

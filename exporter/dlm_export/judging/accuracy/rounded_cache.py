@@ -24,7 +24,7 @@ from dlm_calibration.metrics import Frontier, summarise
 from dlm_calibration.samples import Sample
 from dlm_export import families
 from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
-from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import all_masked, compare_masked
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor, ViewKey, shown_source, view_key
 from dlm_export.judging.sides.prompts import new_tokens
@@ -120,13 +120,7 @@ def judge_cache(
     reference = shown_source(source, "fp32", torch.float32, workplace)
     layered = families.layered(source.parameters, network, torch.float32, workplace.device)
     limit = network.max_canvas_length
-    masked = [
-        seen
-        for number, sample in enumerate(samples)
-        for seen in masked_canvases(
-            sample, number, reference, policy=policy, limit=limit, seed=seed
-        )
-    ]
+    masked = all_masked(samples, reference, policy=policy, seed=seed)
     for cache in caches_of(network):
         loop = policy.with_fields({"cache": cache})
         side = BundlePredictor(bundle, "met")

@@ -30,7 +30,7 @@ from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
 from dlm_export.families.base import table_type
 from dlm_export.graph.quantise import Form, misfit
-from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import all_masked, compare_masked
 from dlm_export.judging.accuracy.verdict import AccuracyError
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
@@ -234,14 +234,7 @@ def search(
                 )
     path = trade_off(choices)
     reference = shown_source(source, "fp32", torch.float32, place)
-    limit = reference.max_canvas_length
-    canvases = [
-        seen
-        for number, sample in enumerate(samples)
-        for seen in masked_canvases(
-            sample, number, reference, policy=policy, limit=limit, seed=seed
-        )
-    ]
+    canvases = all_masked(samples, reference, policy=policy, seed=seed)
     views = [seen.view for seen in canvases]
     reference.see(views)
 

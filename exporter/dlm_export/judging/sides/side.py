@@ -59,7 +59,6 @@ class Side(ABC):
         self.name, self.shift = name, c.shift
         self.visible_block, self.draft_block = c.visible_block, c.draft_block
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
-        self.has_mask_token = c.has_mask_token
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self.has_mask_token, self.is_verifying = c.has_mask_token, c.is_verifying
 
