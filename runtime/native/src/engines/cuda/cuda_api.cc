@@ -76,6 +76,16 @@ CudaDevice::Memory CudaDevice::memory() const {
   return memory;
 }
 
+void copy_parts(const Cuda& cuda, CUdeviceptr from, size_t from_step, CUdeviceptr to,
+                size_t to_step, size_t bytes, size_t count, CUstream stream) {
+  CUDA_MEMCPY2D what{};
+  what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  what.srcDevice = from, what.dstDevice = to;
+  what.srcPitch = from_step, what.dstPitch = to_step;
+  what.WidthInBytes = bytes, what.Height = count;
+  cuda.check(cuda.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
+}
+
 CudaStream create_stream(const Cuda& cuda) {
   CUstream stream = nullptr;
   cuda.check(cuda.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");

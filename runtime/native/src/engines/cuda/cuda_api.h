@@ -166,6 +166,14 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
+// Returns a size in MiB for messages, rounded up.
+inline size_t in_mib(size_t bytes) { return (bytes + (1 << 20) - 1) >> 20; }
+
+// Queues copies of `count` parts of `bytes` bytes in device memory. The parts begin every
+// `from_step` bytes, and are written every `to_step` bytes.
+void copy_parts(const Cuda& cuda, CUdeviceptr from, size_t from_step, CUdeviceptr to,
+                size_t to_step, size_t bytes, size_t count, CUstream stream);
+
 // Creates a stream that does not wait for other streams, unlike the default stream. Throws the same
 // errors as Cuda::check.
 CudaStream create_stream(const Cuda& cuda);

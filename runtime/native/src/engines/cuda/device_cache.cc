@@ -66,15 +66,7 @@ uint64_t DeviceCache::bytes() const {
 void DeviceCache::copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
                             int32_t rows, size_t heads, size_t row, CUstream stream) const {
   if (rows <= 0) return;
-  CUDA_MEMCPY2D what{};
-  what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-  what.srcDevice = from;
-  what.dstDevice = to;
-  what.srcPitch = from_rows * row;
-  what.dstPitch = to_rows * row;
-  what.WidthInBytes = rows * row;
-  what.Height = heads;
-  cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
+  copy_parts(cuda_, from, from_rows * row, to, to_rows * row, rows * row, heads, stream);
 }
 
 // Does the work of keep_outside for one tensor.

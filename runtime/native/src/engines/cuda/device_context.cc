@@ -125,8 +125,6 @@ class DeviceContext final : public Context {
          in_mib(memory.total), batch == 1 ? "one" : "as many", fitting);
   }
 
-  static size_t in_mib(size_t bytes) { return (bytes + (1 << 20) - 1) >> 20; }
-
   static void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
   HostEngine& engine_;

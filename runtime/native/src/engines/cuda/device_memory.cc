@@ -27,7 +27,7 @@ class DeviceMemory final : public RowMemory {
       fail(DLM_OUT_OF_MEMORY,
            "the keys and values of requests that share passes need %zu MiB of the device, but %zu "
            "of its %zu MiB are free: set a smaller cache_bytes of the scheduler",
-           bytes >> 20, memory.free >> 20, memory.total >> 20);
+           in_mib(bytes), in_mib(memory.free), in_mib(memory.total));
     auto made = std::make_shared<CudaMemory>(cuda_, CudaMemory::Kind::device, bytes);
     cuda_.check(cuda_.cuMemsetD8Async(made->device(0), 0, bytes, stream_.get()), "cuMemsetD8Async");
     wait();
@@ -42,12 +42,7 @@ class DeviceMemory final : public RowMemory {
   void copy(const std::byte* from, size_t from_step, std::byte* to, size_t to_step, size_t bytes,
             size_t count) override {
     const CudaDevice::Use use(device_);
-    CUDA_MEMCPY2D what{};
-    what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-    what.srcDevice = place(from), what.dstDevice = place(to);
-    what.srcPitch = from_step, what.dstPitch = to_step;
-    what.WidthInBytes = bytes, what.Height = count;
-    cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream_.get()), "cuMemcpy2DAsync");
+    copy_parts(cuda_, place(from), from_step, place(to), to_step, bytes, count, stream_.get());
   }
 
   void read(const std::byte* from, std::byte* host, size_t bytes) override {

@@ -8,7 +8,7 @@
 
 namespace dlm {
 
-// The device must outlive the returned object. Copies run on a stream of their own.
+// The device must outlive the returned object. Copies use a separate stream.
 std::unique_ptr<RowMemory> make_device_memory(const CudaDevice& device);
 
 }  // namespace dlm

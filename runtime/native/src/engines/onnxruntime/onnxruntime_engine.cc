@@ -243,10 +243,9 @@ class OnnxRuntime final : public HostEngine {
     const CudaDevice::Use use(*device_);
     dlm_pass padded = pass;
     padded.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
-    RowChoice rows = chosen;
-    rows.pad(rounded_up(rows.rows.size(), kCachedStep));
+    chosen.pad(rounded_up(chosen.rows.size(), kCachedStep));
     PassShape shape = {static_cast<uint64_t>(pass.tokens), static_cast<uint64_t>(pass.cached),
-                       static_cast<uint64_t>(padded.rows), rows.rows.size()};
+                       static_cast<uint64_t>(padded.rows), chosen.rows.size()};
     const auto add_addresses = [&](const auto* const* list) {
       for (size_t i = 0; list != nullptr && i < graph_.cache.size(); ++i)
         shape.push_back(reinterpret_cast<uintptr_t>(list[i]));
@@ -256,14 +255,14 @@ class OnnxRuntime final : public HostEngine {
     auto found = captured_.find(shape);
     if (found == captured_.end() && captured_.size() < kMostCaptured)
       found = captured_
-                  .try_emplace(shape, *device_, padded, rows, graph_.top_k,
+                  .try_emplace(shape, *device_, padded, chosen, graph_.top_k,
                                static_cast<int>(captured_.size()))
                   .first;
     if (found == captured_.end())
       return run_arrays(pass, {}, {}, Lists(chosen), memory_.get(), kNotCaptured);
     CapturedPass& captured = found->second;
-    captured.upload(pass, rows);
-    Lists lists(rows);
+    captured.upload(pass, chosen);
+    Lists lists(chosen);
     for (int i = 0; i < 3; ++i) lists.data[i] = captured.device_list(i);
     run_arrays(captured.on_device(padded), {}, {}, lists, device_memory_.get(), captured.id());
     captured.download(pass);
