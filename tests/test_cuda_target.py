@@ -14,7 +14,6 @@ import onnx
 import onnxruntime
 import pytest
 from checkpoints import (
-    llada2_config,
     modern_bert_config,
     roberta_config,
     sdar_config,
@@ -235,25 +234,6 @@ def fast_products(graph: onnx.GraphProto, columns: int) -> str:
     sizes = [{one.name: one.i for one in node.attribute} for node in products]
     fast = sum(size["K"] % 32 == 0 and size["N"] % columns == 0 for size in sizes)
     return f"fast kernels on CUDA: {fast} of {len(products)} quantised layers"
-
-
-def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", llada2_config())
-    out = gpu_bundle("int8", "cuda", source=checkpoint, activations="fp16")
-    graph = onnx.load(out / "device.onnx", load_external_data=False).graph
-    of_experts = [
-        node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name
-    ]
-    assert of_experts
-    assert fast_products(graph, 32) in dlm_export("inspect", out).stdout
-    network = network_of(read_manifest(out))
-    wide = {
-        layer.path: layer.wide_shape for layer in network.quantisable().values() if layer.is_stacked
-    }
-    assert wide["blocks.1.mlp.experts.gate"] == (64, 16 * 64)
-    assert wide["blocks.1.mlp.experts.down"] == (16 * 64, 64)
-    with dlm_runtime.open(out, engine="onnxruntime") as bundle:
-        assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
 
 
 @pytest.mark.parametrize(

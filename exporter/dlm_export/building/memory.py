@@ -83,13 +83,14 @@ def needed_bytes(job: Job) -> dict[str, int]:
     # codes, and for a working copy. Unquantised matrices need less memory, because they are
     # processed a few rows at a time.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # In a graph for GPUs, the matrices of all experts of a layer form one matrix. The codes are in
-    # memory twice: in one array for the whole matrix, and in a separate array for each expert.
+    # If a graph computes all experts, the matrices of all experts of a layer form one matrix. The
+    # codes are in memory twice: in one array for the whole matrix, and in a separate array for each
+    # expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
     )
-    joined = together if job.request.on_gpu else 0
+    joined = together if job.computes_all_experts else 0
     needs = {"write weights": max(matrices, joined) + 3 * _FP32 * PIECE * MOST_CORES}
     largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
     if recipe is not None and formats is not None and recipe.needs_states(formats):
@@ -105,7 +106,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )
-        of_block = 3 * _FP32 * (whole if job.request.on_gpu else largest)
+        of_block = 3 * _FP32 * (whole if job.computes_all_experts else largest)
         needs["check parity"] = max(of_block, network.vocab_size * network.hidden_size + pass_bytes)
     if job.request.is_judged and network.draft_block is not None:
         # ONNX Runtime copies the weights of the graph that computes draft passes. The native

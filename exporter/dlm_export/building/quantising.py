@@ -143,7 +143,7 @@ def quantise(
             scale_dtype,
             workplace,
             fewest_tokens=options.min_tokens_per_expert,
-            is_dense=job.request.on_gpu,
+            is_dense=job.computes_all_experts,
         )
     return Quantised(numbers, calibration, curve, tuned)
 

@@ -14,6 +14,7 @@ import torch
 from dlm_calibration.precisions import FORMATS, HIGH, Recipe, RecipeError, abridged, for_experts
 from dlm_export import graph, memory, targets
 from dlm_export.building.options import BuildOptions
+from dlm_export.graph import experts
 from dlm_export.graph import quantise as operands
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
@@ -108,6 +109,11 @@ class Job:
     """
     notes: tuple[str, ...] = ()
     """Messages for the user about layers that do not get the requested format."""
+
+    @property
+    def computes_all_experts(self) -> bool:
+        """True if the graph computes all experts for every token."""
+        return experts.computes_all(self.source.network, self.request.form)
 
     @property
     def cache_dtype(self) -> str:
@@ -293,7 +299,7 @@ def _told(
             why = operands.misfit(layer, asked[path], request.form)
             kept.setdefault((why, held[path]), []).append(path)
         if request.form == "cuda" and chosen.weights is not None:
-            slow = chosen.slow_on_cuda(*layer.wide_shape)
+            slow = network.slow_on_cuda(layer, chosen)
             if slow is not None:
                 why = f"each pass converts the matrix to fp16 ({slow})"
                 kept.setdefault((why, held[path]), []).append(path)

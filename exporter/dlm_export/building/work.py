@@ -144,7 +144,9 @@ def _solving(job: Job) -> str:
     """
     options = job.request.options.quantise
     form = (
-        [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []
+        [options.min_tokens_per_expert, job.computes_all_experts]
+        if job.source.network.mixtures()
+        else []
     )
     recipe = None if job.request.recipe is None else job.request.recipe.as_dict()
     formats = None if job.formats is None else dict(job.formats)

@@ -21,6 +21,7 @@ from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Parameters, later, table_type
 from dlm_export.graph import (
     cuda,
+    cuda_experts,
     experts,
     fuse,
     operators,
@@ -110,8 +111,9 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
-        if request.on_gpu:
+        if job.computes_all_experts:
             stacks = experts.spread(traced.model, source.network)
+        if request.on_gpu:
             updates.select_rows(traced.model)
             taps |= find_taps(traced)  # add the inputs and outputs of stacked experts
         device = traced.clone() if request.on_gpu else None
@@ -130,6 +132,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
                 is_shared=device is not None,
             )
         read = _quantised_reader(numbers, parts)
+    formats = None if quantised is None else quantised.numbers.formats
+    if request.form == "cuda" and not job.computes_all_experts and source.network.mixtures():
+        for form in filter(None, (traced, device)):
+            stacks = cuda_experts.replace_mixtures(form, formats or {})
     if device is not None and request.form == "cuda":
         tied_table.multiply_transposed(device)
         if chooses_rows(job):
@@ -137,7 +143,6 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
-    formats = None if quantised is None else quantised.numbers.formats
     if not request.on_gpu and job.base == "fp32":
         amax = {} if quantised is None else quantised.numbers.amax
         stacks = experts.lay_out(traced.model, source.network, formats or {}, amax)
@@ -219,22 +224,38 @@ def _expert_reader(
     # codes, and later the scales. The dict ``found`` stores the scales in the meantime.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
+    def matrix(layer: str, expert: int, dtype: np.dtype) -> np.ndarray:
+        stored = parameters.read(f"{layer}.weight", dtype, (slice(expert, expert + 1),))
+        of_one: np.ndarray = stored[0]
+        return of_one
+
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
-        if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
-            stored = parameters.read(f"{part.layer}.weight", FP32, (slice(expert, expert + 1),))
-            return experts.fp32_panels(stored[0])
         if part.part in ("scales", "panel_scales"):
             return found.pop((part.layer, expert, part.part))
+        if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
+            return experts.fp32_panels(matrix(part.layer, expert, FP32))
         weight = quantised.numbers.expert(part.layer, expert)
         scales = {"codes": "scales", "panels": "panel_scales"}[part.part]
         kept = part_of(weight, quantise.Part(part.layer, scales))
         found[part.layer, expert, scales] = _bytes_of(kept)
         return _bytes_of(part_of(weight, quantise.Part(part.layer, part.part)))
 
+    def for_cuda(part: experts.StackPart, dtype: np.dtype, expert: int) -> np.ndarray:
+        if part.part.endswith("_scales"):
+            return found.pop((part.layer, expert, part.part)).astype(dtype)
+        joined = cuda_experts.layers_of(part)
+        if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
+            return cuda_experts.rows_of([matrix(layer, expert, dtype) for layer in joined])
+        weights = [quantised.numbers.expert(layer, expert) for layer in joined]
+        found[part.layer, expert, f"{part.part}_scales"] = cuda_experts.scales_of(weights)
+        return cuda_experts.codes_of(weights)
+
     def with_experts(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
         part = parts.get(name)
         if part is None:
             return read(name, dtype)
+        if part.part.startswith("fc"):
+            return experts.stacked(part.shape, functools.partial(for_cuda, part, dtype))
         if part.part == "wide":
             of_layer = functools.partial(parameters.read, f"{part.layer}.weight", dtype)
             return experts.join(layers[part.layer], of_layer)

@@ -374,7 +374,7 @@ def _cuda_words(network: NetworkSpec, formats: Mapping[str, str]) -> str:
     for path, layer in network.quantisable().items():
         chosen = FORMATS[formats[path]]
         if chosen.weights is not None:
-            is_fast = chosen.slow_on_cuda(*layer.wide_shape) is None
+            is_fast = network.slow_on_cuda(layer, chosen) is None
             size = layer.count * chosen.weight_bytes(layer.inputs, layer.outputs)
             fast.append((is_fast, size))
     share = sum(size for is_fast, size in fast if is_fast) / max(1, sum(size for _, size in fast))

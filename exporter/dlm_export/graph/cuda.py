@@ -19,10 +19,12 @@ QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 
 Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
+MIXTURES = frozenset([(MICROSOFT_DOMAIN, "MoE"), (MICROSOFT_DOMAIN, "QMoE")])
+"""The operators that compute mixtures of experts (see ``cuda_experts``)."""
 
 # Operators of opset 23 that have CUDA kernels for all types to which our graphs apply them. Most of
-# these operators have kernels for fp16, bf16 and fp32. TopK and Log lack bf16 kernels, but our
-# graphs apply them to fp32 only. Our graphs apply the remaining operators to integers only.
+# these operators have kernels for fp16, bf16 and fp32. Our graphs apply the remaining operators to
+# integers only.
 KERNELS = frozenset(
     [
         "Abs",
@@ -42,6 +44,7 @@ KERNELS = frozenset(
         "Gelu",
         "Gemm",
         "Greater",
+        "GreaterOrEqual",
         "LayerNormalization",
         "Less",
         "LessOrEqual",
@@ -51,10 +54,14 @@ KERNELS = frozenset(
         "Mod",
         "Mul",
         "Neg",
+        "Or",
+        "Pow",
         "RMSNormalization",
         "Range",
         "Reciprocal",
         "ReduceMax",
+        "ReduceMean",
+        "ReduceMin",
         "ReduceSum",
         "Reshape",
         "RotaryEmbedding",
@@ -62,14 +69,19 @@ KERNELS = frozenset(
         "Sigmoid",
         "Slice",
         "Softmax",
+        "Sqrt",
         "Squeeze",
         "Sub",
+        "Tanh",
         "TopK",
         "Transpose",
         "Unsqueeze",
         "Where",
     ]
 )
+
+_NOT_IN_BF16 = frozenset(["Log", "Pow", "ReduceMean", "Sqrt", "Tanh", "TopK"])
+"""The operators of ``KERNELS`` that have kernels for fp16 and fp32, but none for bf16."""
 
 SIZES = "sizes"
 """The module path in the names of nodes that only compute sizes of tensors.
@@ -110,10 +122,11 @@ def check_operators(graph: Graph) -> None:
     """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
-        if (node.domain, node.op_type) != QUANTISED and (
-            node.domain != "" or node.op_type not in KERNELS
-        ):
+        is_known = node.domain == "" and node.op_type in KERNELS
+        if not is_known and (node.domain, node.op_type) not in {QUANTISED, *MIXTURES}:
             lacking[f"{node.domain}.{node.op_type}".lstrip(".")] += 1
+        elif node.op_type in _NOT_IN_BF16 and node.outputs[0].dtype == ir.DataType.BFLOAT16:
+            lacking[f"{node.op_type} in bf16"] += 1
     if lacking:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(lacking.items()))
         raise TargetError(

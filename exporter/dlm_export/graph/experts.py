@@ -7,11 +7,14 @@ Each matrix has ``K`` inputs and ``N`` outputs.
 - For a CPU, ``lay_out`` replaces the node with a function that computes only the chosen experts.
   All three stacks must have the same number format. The runtime has kernels for FP32, INT8 and
   INT4. FP8 and NVFP4 are simulated with fp32 operators.
-- For a GPU, ``spread`` replaces the node with one wide gated MLP that computes all experts.
+- For ONNX Runtime's CUDA provider, ``cuda_experts`` replaces the node with an operator that computes
+  only the chosen experts, if the provider has one.
+- For other GPUs, ``spread`` replaces the node with one wide gated MLP that computes all experts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +31,16 @@ from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import FUNCTIONS, GELU, MIXTURES, RANGES
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
-_Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
+Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 
 @dataclass(frozen=True)
 class StackPart:
     """Says which part of a layer's expert weights an initialiser contains.
 
-    ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale`` or ``wide``.
-    ``wide`` is the single matrix into which ``join`` puts the matrices of all experts.
+    ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale``, ``wide``, or one
+    of the parts of ``cuda_experts``. ``wide`` is the single matrix into which ``join`` puts the
+    matrices of all experts.
     """
 
     layer: str
@@ -59,7 +63,15 @@ def function_of(name: str) -> str | None:
     return function if function in FUNCTIONS else None
 
 
-def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
+def computes_all(network: NetworkSpec, form: str) -> bool:
+    """Return whether a graph for the engine ``form`` computes all experts for every token.
+
+    ``form`` is a ``quantise.Form``.
+    """
+    return form == "tensorrt" or (form == "cuda" and not network.suits_moe)
+
+
+def mixtures(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, Mixture]]:
     """For each mixture of experts in a traced graph, yield its node and its three stacks.
 
     The caller must replace each node. After the last node, this function removes the definition of
@@ -85,7 +97,7 @@ def lay_out(
     its description.
     """
     parts: dict[str, StackPart] = {}
-    for node, stacks in _nodes(model, network):
+    for node, stacks in mixtures(model, network):
         gate, _, down = stacks
         (held,) = {formats.get(stack.path, HIGH) for stack in stacks}
         chosen, name = FORMATS[held], function_of(held)
@@ -133,7 +145,7 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     that maps the name of each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
-    for node, stacks in _nodes(model, network):
+    for node, stacks in mixtures(model, network):
         dtype = model.graph.initializers[stacks[0].weight].dtype
         assert dtype is not None
         for stack in stacks:
@@ -146,43 +158,60 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     return parts
 
 
-def _all_experts(
-    model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType
-) -> ir.Value:
-    """Insert operators that compute all experts of a mixture, and return the sum ``[B, T, K]``."""
-    gate, up, down = stacks
-    x, chosen, weights = before.inputs[:3]
-    own = before.metadata_props[LAYER_KEY]
+class Operators:
+    """Inserts operators into a graph before a mixture of experts, with the mixture's module path."""
 
-    def op(
+    def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
+        self.graph, self.before = graph, before
+
+    def add(
+        self,
         op_type: str,
         *inputs: ir.Value | None,
-        layer: str = own,
-        gives: ir.DataType = dtype,
+        gives: ir.DataType,
+        layer: str | None = None,
+        domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        made = ir.node(op_type, list(inputs), attributes, metadata_props={LAYER_KEY: layer})
-        model.graph.insert_before(before, made)
+        """Insert an operator, and return its output, which has the type ``gives``."""
+        metadata = {LAYER_KEY: layer or self.before.metadata_props[LAYER_KEY]}
+        made = ir.node(op_type, list(inputs), attributes, domain=domain, metadata_props=metadata)
+        self.graph.insert_before(self.before, made)
         made.outputs[0].type = ir.TensorType(gives)
         return made.outputs[0]
 
-    def ints(*values: int) -> ir.Value:
+    def ints(self, *values: int) -> ir.Value:
         name = f"ints.{'.'.join(map(str, values))}"
-        return constant(model.graph, name, np.array(values, np.int64))
+        return constant(self.graph, name, np.array(values, np.int64))
+
+    def shares(self, count: int) -> ir.Value:
+        """Return the routing weight of every token for each of ``count`` experts, fp32 ``[B, T, E]``.
+
+        The weight is 0 for experts that the router did not choose for the token.
+        """
+        _, chosen, weights = self.before.inputs[:3]
+        fp32 = ir.DataType.FLOAT
+        every = np.arange(count, dtype=np.int64)
+        numbers = constant(self.graph, f"experts.{count}", every)
+        slots = self.add("Unsqueeze", chosen, self.ints(-1), gives=ir.DataType.INT64)
+        is_mine = self.add("Equal", slots, numbers, gives=ir.DataType.BOOL)
+        by_slot = self.add("Unsqueeze", weights, self.ints(-1), gives=fp32)
+        taken = self.add("Cast", is_mine, to=fp32, gives=fp32)
+        by_choice = self.add("Mul", taken, by_slot, gives=fp32)
+        return self.add("ReduceSum", by_choice, self.ints(-2), gives=fp32, keepdims=0)
+
+
+def _all_experts(model: ir.Model, before: ir.Node, stacks: Mixture, dtype: ir.DataType) -> ir.Value:
+    """Insert operators that compute all experts of a mixture, and return the sum ``[B, T, K]``."""
+    gate, up, down = stacks
+    ops = Operators(model.graph, before)
+    ints, op = ops.ints, functools.partial(ops.add, gives=dtype)
 
     def product(value: ir.Value | None, stack: LinearSpec) -> ir.Value:
         return op("MatMul", value, model.graph.initializers[stack.weight], layer=stack.path)
 
-    fp32 = ir.DataType.FLOAT
-    every = np.arange(gate.count, dtype=np.int64)
-    numbers = constant(model.graph, f"experts.{gate.count}", every)
-    slots = op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64)
-    is_mine = op("Equal", slots, numbers, gives=ir.DataType.BOOL)
-    chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
-    by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
-    # routing weight of every token for every expert, [B, T, E]
-    shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)
-    if dtype != fp32:
+    x, shares = before.inputs[0], ops.shares(gate.count)
+    if dtype != ir.DataType.FLOAT:
         shares = op("Cast", shares, to=dtype)
     first = product(x, gate)
     is_gelu = before.op_type.startswith(GELU)

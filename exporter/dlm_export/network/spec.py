@@ -42,6 +42,7 @@ from dlm_export.network.layer_spec import (
     rotary_table,
 )
 from dlm_export.network.rope_scaling import RotaryTable
+from dlm_runtime.precision import LayerFormat
 
 __all__ = [
     "ACTIVATIONS",
@@ -556,6 +557,29 @@ class NetworkSpec:
         """Return the gate, up and down matrices (stacks) of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
+
+    @property
+    def suits_moe(self) -> bool:
+        """True if ONNX Runtime's operators MoE and QMoE can compute all mixtures of experts.
+
+        ``graph.cuda_experts`` names the sources. The operators have silu-gated experts, but none
+        that are gated by gelu-tanh. Kernels for INT4 and INT8 weights read 64 inputs at once. The
+        routing weights must be positive, because MoE gets their logarithms.
+        """
+        mixtures = [each.mlp for each in self.layers if isinstance(each.mlp, ExpertsSpec)]
+        return all(
+            spec.activation == "silu"
+            and spec.router.bias != "weights"
+            and not spec.router.has_expert_scales
+            and spec.size % 64 == self.hidden_size % 64 == 0
+            for spec in mixtures
+        )
+
+    def slow_on_cuda(self, layer: LinearSpec, chosen: LayerFormat) -> str | None:
+        """See ``LayerFormat.slow_on_cuda``. QMoE has fast kernels for experts in all formats."""
+        if layer.is_stacked and self.suits_moe:
+            return None
+        return chosen.slow_on_cuda(*layer.wide_shape)
 
     def quantisable(self) -> dict[str, LinearSpec]:
         """Return the linear layers that a recipe may quantise. The keys are their paths.

@@ -39,7 +39,7 @@ The limit exists because a graph for GPUs computes all experts for every token.
 
 def refusal(network: NetworkSpec, target: Target) -> str | None:
     """Explain why no bundle of a network can be built for a target. ``None`` if it can."""
-    if not target.is_gpu:
+    if target.sm is None:
         return None
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:

@@ -145,7 +145,7 @@ def by_layers(
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
     taps = find_taps(traced)
-    if "device_file" in graph:
+    if "device_file" in graph and (manifest["targets"] != ["cuda"] or not network.suits_moe):
         experts.spread(traced.model, network)
         taps |= find_taps(traced)
     nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(source.parameters, network))
