@@ -178,6 +178,8 @@ def test_bundles_equal_torch_layer_by_layer(family: str, precision: str, tmp_pat
     checkpoint = write_checkpoint(tmp_path / "checkpoint", CONFIGS[family](), seed=7)
     full = precision in ("fp16", "bf16")
     few = () if full else ("--judged", "2", "--calib-samples", "4", "--calib-states", "2")
+    if precision == "int4":
+        few += ("--activations", "bf16")
     out = tmp_path / "bundle"
     options = ("--target", "cuda", "--precision", precision, *few, "-o", out)
     result = dlm_export("build", checkpoint, *options)
@@ -192,6 +194,9 @@ def test_bundles_equal_torch_layer_by_layer(family: str, precision: str, tmp_pat
         with dlm_runtime.open(out, engine="onnxruntime") as bundle:
             assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
     else:
+        element = onnx.TensorProto.BFLOAT16 if precision == "int4" else onnx.TensorProto.FLOAT16
+        (scales, *_) = (one for one in graph.initializer if one.name.endswith("fc1_scales"))
+        assert scales.data_type == element
         assert "fast kernels on CUDA" in dlm_export("inspect", out).stdout
 
 

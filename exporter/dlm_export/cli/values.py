@@ -52,7 +52,7 @@ _QUANTISED_ONLY = (
 )
 _JUDGED_ONLY = ("judged", *BUDGETS)
 _ENGINE_ONLY = (
-    *("activations", "canvas", "block", "workspace", "timing_cache"),
+    *("canvas", "block", "workspace", "timing_cache"),
     *("builder", "allow_fallback", "no_engine", "plain_graph"),
 )
 
@@ -158,7 +158,9 @@ def check_build_options(values: dict[str, Any]) -> None:
     if devices[0].sm is None:
         what = "engines" if devices[0].is_gpu else "GPUs"
         refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
-    if devices[0].is_gpu:
+    if not devices[0].is_gpu:
+        refuse(values, ("activations",), f"is for GPUs; --target is {values['target']}")
+    else:
         refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
         why = "is for CPUs; on a GPU keys and values are in the type of its activations"
         refuse(values, ("cache_dtype",), why)
