@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from checkpoints import diffusion_gemma_config, write_checkpoint
 from engine_bundles import copy_of, gpu_bundle, read_manifest, tiny
 from shared_requests import check_shared, wishes
 from test_native import sanitized  # noqa: F401
@@ -29,11 +31,12 @@ from dlm_export.graph import (
     CACHED_REQUESTS,
     CACHED_ROWS,
     TOKEN_REQUESTS,
+    experts,
     row_choice,
     trace,
     write,
 )
-from dlm_export.sources import open_source
+from dlm_export.sources import Source, open_source
 
 # ruff: noqa: F811
 ROWS = 400  # cached rows of all requests together
@@ -74,15 +77,29 @@ class Graph:
         return found
 
 
+def write_fp32(source: Source, folder: Path, *, chooses_rows: bool) -> None:
+    """Write the graph of a denoiser in fp32. It computes all experts, if the denoiser has any."""
+    network = source.network
+    traced = trace.trace_pass(network, "fp32")
+    joined, layers = experts.spread(traced.model, network), network.quantisable()
+    if chooses_rows:
+        row_choice.choose_rows(traced)
+
+    def read(name: str, dtype: np.dtype) -> Any:
+        if name not in joined:
+            return later(source.parameters, network, name, dtype)
+        weight = f"{joined[name].layer}.weight"
+        of_layer = functools.partial(source.parameters.read, weight, dtype)
+        return experts.join(layers[joined[name].layer], of_layer)
+
+    write.write_graph(traced, read, folder, lambda count: None)
+
+
 @pytest.fixture(scope="module")
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """The graph of a random denoiser in fp32, in which rounding hides no fault."""
-    source = open_source(tiny())
-    traced = trace.trace_pass(source.network, "fp32")
-    row_choice.choose_rows(traced)
     folder = tmp_path_factory.mktemp("graph")
-    read = functools.partial(later, source.parameters, source.network)
-    write.write_graph(traced, read, folder, lambda count: None)
+    write_fp32(open_source(tiny()), folder, chooses_rows=True)
     return Graph(folder / "denoiser.onnx")
 
 
@@ -125,6 +142,117 @@ def test_shared_passes_give_what_each_request_gets_alone(tmp_path: Path) -> None
     finish(folder, read_manifest(folder))
     with dlm_runtime.open(folder, engine="onnxruntime", threads=1) as bundle:
         check_shared(bundle, wishes(500))
+
+
+# ---- Layers with a window ----
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two bundles in fp32 of a denoiser with windows. The graph of the second one chooses rows."""
+    folder = tmp_path_factory.mktemp("windows")
+    # The runtime on a CPU needs layers whose keys have the same shape.
+    own = {"2": {"head_dim": 16, "num_key_value_heads": 2}}
+    config = diffusion_gemma_config(per_layer_config=own, sliding_window=20)
+    source = open_source(write_checkpoint(folder / "checkpoint", config, seed=3))
+    bundle = gpu_bundle("fp16", "cuda", source=folder / "checkpoint")
+    made = folder / "plain", folder / "chooses"
+    for each in made:
+        copy_of(bundle, each)
+        write_fp32(source, each, chooses_rows=each is made[1])
+        manifest = read_manifest(each)
+        manifest["loop"]["graph"]["cache_dtype"] = "float32"
+        finish(each, manifest)
+    return made
+
+
+def test_masks_hide_rows_outside_the_window(windows: tuple[Path, Path]) -> None:
+    """Passes of several requests equal passes of one request in the graph without the choice."""
+    plain, chooses = (
+        onnxruntime.InferenceSession(each / "denoiser.onnx", providers=["CPUExecutionProvider"])
+        for each in windows
+    )
+    draw, window, longest, hidden = np.random.default_rng(0), 19, 2048, 64
+    past = {
+        port.name: draw.standard_normal((1, port.shape[1], ROWS, port.shape[3]), np.float32)
+        for port in plain.get_inputs()
+        if port.name.startswith("past_")
+    }
+    for _ in range(30):
+        count = draw.integers(1, 4)
+        cached, lengths = draw.integers(0, 60, count), draw.integers(1, 9, count)
+        near = np.minimum(cached, window)
+        chosen, of_window = (
+            np.split(draw.permutation(ROWS)[: each.sum()], np.cumsum(each)[:-1])
+            for each in (cached, near)
+        )
+        drafts = longest * draw.integers(0, 2, count)
+        tokens = [
+            {
+                "input_ids": draw.integers(2, 150, length)[None],
+                "position_ids": (first + draft + np.arange(length))[None],
+                "score_rows": np.arange(length)[None],
+                "conditioning": np.zeros((1, length, hidden), np.float32),
+                "temperature": np.ones((1, length), np.float32),
+            }
+            for first, draft, length in zip(cached, drafts, lengths, strict=True)
+        ]
+        wanted = np.concatenate(
+            [
+                plain.run(
+                    ["logits"],
+                    given
+                    | {
+                        name: rows[:, :, of_window[i] if int(name[-1]) < 2 else chosen[i]]
+                        for name, rows in past.items()
+                    },
+                )[0][0]
+                for i, given in enumerate(tokens)
+            ]
+        )
+        whose, padding = np.arange(count), draw.integers(0, 5)
+        feeds = {name: np.concatenate([each[name] for each in tokens], 1) for name in tokens[0]}
+        feeds["score_rows"] = np.arange(lengths.sum())[None]
+        lists = {
+            "cached_rows": (np.concatenate(chosen), 0),
+            "cached_requests": (np.repeat(whose, cached), -1),
+            "window_rows": (np.concatenate(of_window), 0),
+            "window_requests": (np.repeat(whose, near), -1),
+            "window_distances": (np.concatenate([np.arange(each, 0, -1) for each in near]), 0),
+        }
+        padded = {
+            name: np.concatenate([numbers, np.full(padding, other)]).astype(np.int64)
+            for name, (numbers, other) in lists.items()
+        }
+        padded["token_requests"] = np.repeat(whose, lengths)
+        found = chooses.run(["logits"], past | feeds | padded)[0][0]
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.ptp(wanted[np.isfinite(wanted)]))
+
+
+def test_requests_with_windows_share_passes_and_prompts(windows: tuple[Path, Path]) -> None:
+    draw = random.Random(3)
+    wanted = [
+        {
+            "tokens": [draw.randrange(2, 140) for _ in range(draw.randrange(1, 60))],
+            "max_new_tokens": 8 * draw.randrange(1, 4),
+            "steps_per_block": 6,
+        }
+        for _ in range(40)
+    ]
+    ids = [draw.randrange(2, 140) for _ in range(100)]
+    parts = [{**wanted[0], "tokens": ids[:length]} for length in (100, 83, 64, 40)]
+    with dlm_runtime.open(windows[0], engine="onnxruntime", threads=1) as bundle:
+        alone = [bundle.generate(**each).tokens for each in (*wanted, *parts)]
+    with dlm_runtime.open(windows[1], engine="onnxruntime", threads=1) as bundle:
+        assert [bundle.generate(**each).tokens for each in (*wanted, *parts)] == alone
+        with bundle.scheduler(max_running=16, max_tokens=512) as scheduler:
+            jobs = [scheduler.submit(**each) for each in wanted]
+            assert [job.result().tokens for job in jobs] == alone[: len(wanted)]
+            assert scheduler.stats.shares > 8 * scheduler.stats.passes
+        with bundle.scheduler(max_running=1, max_tokens=16) as scheduler:
+            made = [scheduler.submit(**each).result() for each in parts]
+            assert [each.tokens for each in made] == alone[len(wanted) :]
+            assert [each.cached_tokens for each in made] == [0, 80, 64, 32]
 
 
 # ---- On mocks of CUDA and of ONNX Runtime ----

@@ -16,7 +16,6 @@ from dlm_export.building.request import Job, check_job, check_request
 from dlm_export.building.writing import (
     Text,
     Written,
-    chooses_rows,
     table_dtype,
     write_graph,
     write_text,
@@ -216,7 +215,7 @@ def _make_manifest(
             is_simulated=is_simulated,
             for_device=request.on_gpu,
             has_segments=fused is not None and fused.has_segments,
-            chooses_rows=chooses_rows(job),
+            chooses_rows=request.form == "cuda",
         ),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
         precision=precision,

@@ -138,8 +138,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
             stacks = cuda_experts.replace_mixtures(form, formats or {})
     if device is not None and request.form == "cuda":
         tied_table.multiply_transposed(device)
-        if chooses_rows(job):
-            row_choice.choose_rows(device)
+        row_choice.choose_rows(device)
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
@@ -159,11 +158,6 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     table = traced.model.graph.initializers.get(EMBEDDING)
     stored = None if table is None or table.dtype is None else table.dtype.numpy().name
     return Written(taps, fused, hashed, stored)
-
-
-def chooses_rows(job: Job) -> bool:
-    """Return whether passes on a GPU choose cached rows, and can compute several requests at once."""
-    return job.request.form == "cuda" and job.source.network.cache_window is None
 
 
 def table_dtype(job: Job) -> np.dtype:

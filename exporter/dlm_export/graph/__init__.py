@@ -35,6 +35,10 @@ tokens, in the order of their positions.
                                                                    ``device.onnx`` (see ``row_choice``)
 ``cached_requests``                    int64 ``[C]``               the request of each of these rows; -1: of none
 ``token_requests``                     int64 ``[T]``               the request of each token, from 0 on
+``window_rows``, ``window_requests``   int64 ``[D]``               like ``cached_rows`` and ``cached_requests``, for layers
+                                                                   with a window
+``window_distances``                   int64 ``[D]``               how far each of these rows is before its request's
+                                                                   first new token
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the most likely tokens, in order; never the mask token
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, with p = 0 for the mask token
 ``logits``                             fp32 ``[B, R, V]``          raw logits, including the mask token's
@@ -65,6 +69,8 @@ DEVICE_FILE = "device.onnx"
 SEGMENTS, WINDOW_SEGMENTS = "segments", "window_segments"
 # Names of the graph inputs that choose cached rows on a GPU.
 CACHED_ROWS, CACHED_REQUESTS, TOKEN_REQUESTS = "cached_rows", "cached_requests", "token_requests"
+WINDOW_ROWS, WINDOW_REQUESTS = "window_rows", "window_requests"
+WINDOW_DISTANCES = "window_distances"
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without
 quantisation.

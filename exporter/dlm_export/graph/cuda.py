@@ -29,6 +29,7 @@ KERNELS = frozenset(
     [
         "Abs",
         "Add",
+        "And",
         "Attention",
         "Cast",
         "CastLike",

@@ -7,7 +7,8 @@ different shapes.
 
 A token attends only to the rows of the same request. Graphs for CPUs reach the same with the input
 ``segments``, which their kernels read. The operators of ONNX Runtime's CUDA provider take a mask
-instead.
+instead. In layers with a window, the mask also hides the rows that are too far away. The caller
+passes the distance of each selected row of these layers, because their rows may be in any order.
 """
 
 from __future__ import annotations
@@ -16,61 +17,140 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
-from dlm_export.graph import CACHED_REQUESTS, CACHED_ROWS, LAYER_KEY, TOKEN_REQUESTS
+from dlm_export.graph import (
+    CACHED_REQUESTS,
+    CACHED_ROWS,
+    LAYER_KEY,
+    TOKEN_REQUESTS,
+    WINDOW_DISTANCES,
+    WINDOW_REQUESTS,
+    WINDOW_ROWS,
+)
 from dlm_export.graph.trace import Graph
+
+_FARTHEST = np.iinfo(np.int64).max
 
 
 def choose_rows(graph: Graph) -> None:
-    """Add the inputs for the choice of rows to a graph with Attention operators.
+    """Add the inputs for the choice of rows to a graph with Attention operators."""
+    _Writer(graph).write()
 
-    The network must have no cached layers with a window, because such layers store other rows.
-    """
-    assert graph.network.cache_window is None
-    main = graph.model.graph
-    attentions = [node for node in main if node.op_type == "Attention"]
-    past = [value for value in main.inputs if str(value.name).startswith("past_")]
-    rows, requests, of_tokens = (
-        ir.Value(name=name, shape=ir.Shape([axis]), type=ir.TensorType(ir.DataType.INT64))
-        for name, axis in ((CACHED_ROWS, "C"), (CACHED_REQUESTS, "C"), (TOKEN_REQUESTS, "T"))
-    )
-    main.inputs.extend((rows, requests, of_tokens))
-    nodes: list[ir.Node] = []
 
-    def add(op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+class _Writer:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.main, self.network = graph, graph.model.graph, graph.network
+        self.nodes: list[ir.Node] = []
+
+    def write(self) -> None:
+        main = self.main
+        attentions = [node for node in main if node.op_type == "Attention"]
+        past = [value for value in main.inputs if str(value.name).startswith("past_")]
+        rows = self.input(CACHED_ROWS, "C")
+        requests = self.input(CACHED_REQUESTS, "C")
+        self.of_tokens = self.input(TOKEN_REQUESTS, "T")
+        windows = self.network.cache_windows()
+        window_rows, window_mask = None, None
+        if self.network.cache_window is not None:
+            window_rows = self.input(WINDOW_ROWS, "D")
+            window_requests = self.input(WINDOW_REQUESTS, "D")
+            distances = self.input(WINDOW_DISTANCES, "D")
+        for name, table in main.initializers.items():
+            if name.startswith("rotary."):
+                # ONNX Runtime refuses passes with more tokens than the table has rows. Two canvases
+                # fit into the longer table. ONNX Runtime makes this table when it opens the graph.
+                self.replace(table, self.add("Concat", table, table, axis=0), 2)
+        for value in past:
+            has_window = windows[int(str(value.name).rpartition(".")[2])] is not None
+            chosen = window_rows if has_window else rows
+            self.replace(value, self.add("Gather", value, chosen, axis=2), 1)
+        is_own = self.unsqueeze(self.is_own(requests), 0, 1)
+        if window_rows is not None:
+            window_mask = self.window_mask(self.is_own(window_requests), distances)
+        main.insert_before(next(iter(main)), self.nodes)
+        masks: dict[ir.Value | None, ir.Value] = {}
+        for node in attentions:
+            layer = int(node.metadata_props[LAYER_KEY].split(".")[1])
+            mask = node.inputs[3] if len(node.inputs) > 3 else None
+            if mask not in masks:
+                self.nodes.clear()
+                if windows[layer] is not None and window_mask is not None:
+                    masks[mask] = window_mask
+                else:
+                    masks[mask] = self.masked(is_own, mask)
+                main.insert_before(node, self.nodes)
+            node.resize_inputs(max(len(node.inputs), 4))
+            node.replace_input_with(3, masks[mask])
+        passes.RemoveUnusedNodesPass()(self.graph.model)
+
+    def input(self, name: str, axis: str) -> ir.Value:
+        kind = ir.TensorType(ir.DataType.INT64)
+        self.main.inputs.append(ir.Value(name=name, shape=ir.Shape([axis]), type=kind))
+        return self.main.inputs[-1]
+
+    def add(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         metadata = {LAYER_KEY: "pass"}
-        nodes.append(ir.node(op_type, list(inputs), attributes, metadata_props=metadata))
-        return nodes[-1].outputs[0]
+        self.nodes.append(ir.node(op_type, list(inputs), attributes, metadata_props=metadata))
+        return self.nodes[-1].outputs[0]
 
-    def constant(value: Any) -> ir.Value:
-        return add("Constant", value=ir.tensor(np.asarray(value)))
+    def replace(self, old: ir.Value, new: ir.Value, inputs: int) -> None:
+        """Replace ``old`` everywhere but in the first inputs of the last node, which made ``new``."""
+        old.replace_all_uses_with(new)
+        for i in range(inputs):
+            self.nodes[-1].replace_input_with(i, old)
 
-    for name, table in main.initializers.items():
-        if name.startswith("rotary."):
-            # ONNX Runtime refuses passes with more tokens than the table has rows. Two canvases fit
-            # into the longer table. ONNX Runtime makes this table when it opens the graph.
-            longer = add("Concat", table, table, axis=0)
-            table.replace_all_uses_with(longer)
-            for i in range(2):
-                nodes[-1].replace_input_with(i, table)
-    for value in past:
-        chosen = add("Gather", value, rows, axis=2)
-        value.replace_all_uses_with(chosen)
-        nodes[-1].replace_input_with(0, value)
-    of_keys = add("Concat", requests, of_tokens, axis=0)
-    is_own = add("Equal", add("Unsqueeze", of_tokens, constant(np.array([1]))), of_keys)
-    is_own = add("Unsqueeze", is_own, constant(np.array([0, 1])))
-    dtype = graph.element_type
-    # The number is finite, because the softmax of a tile with only minus infinity would be NaN in
-    # some kernels.
-    hidden, seen = (constant(np.array(number, dtype.numpy())) for number in (dtype.min, 0))
-    main.insert_before(next(iter(main)), nodes)
-    masks: dict[ir.Value | None, ir.Value] = {}
-    for node in attentions:
-        mask = node.inputs[3] if len(node.inputs) > 3 else None
-        if mask not in masks:
-            nodes.clear()
-            masks[mask] = add("Where", is_own, seen if mask is None else mask, hidden)
-            main.insert_before(node, nodes)
-        node.resize_inputs(max(len(node.inputs), 4))
-        node.replace_input_with(3, masks[mask])
+    def constant(self, value: Any) -> ir.Value:
+        return self.add("Constant", value=ir.tensor(np.asarray(value)))
+
+    def unsqueeze(self, value: ir.Value, *axes: int) -> ir.Value:
+        return self.add("Unsqueeze", value, self.constant(np.array(axes, np.int64)))
+
+    def is_own(self, requests: ir.Value) -> ir.Value:
+        """Return whether each row and each new token belongs to the request of a token.
+
+        The result is bool ``[T, rows + T]``.
+        """
+        of_keys = self.add("Concat", requests, self.of_tokens, axis=0)
+        return self.add("Equal", self.unsqueeze(self.of_tokens, 1), of_keys)
+
+    def is_own_token(self) -> ir.Value:
+        """Return whether each new token belongs to the request of a token, bool ``[T, T]``."""
+        return self.add("Equal", self.unsqueeze(self.of_tokens, 1), self.of_tokens)
+
+    def masked(self, is_visible: ir.Value, mask: ir.Value | None) -> ir.Value:
+        """Return the additive mask ``mask`` where ``is_visible`` is true, and hide all other keys.
+
+        The number for hidden keys is finite, because the softmax of a tile with only minus infinity
+        would be NaN in some kernels.
+        """
+        dtype = self.graph.element_type
+        hidden, seen = (self.constant(np.array(each, dtype.numpy())) for each in (dtype.min, 0))
+        return self.add("Where", is_visible, seen if mask is None else mask, hidden)
+
+    def window_mask(self, is_own: ir.Value, distances: ir.Value) -> ir.Value:
+        """Return the mask of layers with a window, ``[B, 1, T, rows + T]``.
+
+        See ``network.denoiser.hiding`` for networks with draft passes and a window. Here, the
+        first position of a pass is that of the token's own request.
+        """
+        longest = self.constant(np.array(self.network.max_canvas_length))
+        (positions,) = (each for each in self.main.inputs if each.name == "position_ids")
+        is_draft = self.add("GreaterOrEqual", positions, longest)
+        places = self.add("Mod", positions, longest)
+        new = self.unsqueeze(places, 1)
+        of_request = self.add("Where", self.is_own_token(), new, self.constant(np.array(_FARTHEST)))
+        begin = self.add("ReduceMin", of_request, self.constant(np.array([2])), keepdims=0)
+        first = self.unsqueeze(self.add("Where", is_draft, begin, places), 2)
+        last = self.unsqueeze(self.add("Where", is_draft, longest, places), 2)
+        # how many positions each cached row and each new token is before the query
+        cached = self.add("Add", self.add("Sub", first, self.unsqueeze(begin, 2)), distances)
+        behind = self.add("Concat", cached, self.add("Sub", first, new), axis=2)
+        window = self.constant(np.array(self.network.cache_window))
+        is_near = self.add("LessOrEqual", behind, window)
+        # Cached rows are before all queries, so 0 is used for them.
+        none = self.add("Sub", cached, cached)
+        ahead = self.add("Concat", none, self.add("Sub", new, last), axis=2)
+        is_before = self.add("LessOrEqual", ahead, self.constant(np.array(0)))
+        is_seen = self.add("And", self.add("And", is_near, is_before), is_own)
+        return self.masked(self.unsqueeze(is_seen, 1), None)

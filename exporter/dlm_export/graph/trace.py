@@ -34,6 +34,9 @@ from dlm_export.graph import (
     SEGMENTS,
     TOKEN_REQUESTS,
     TOP_K,
+    WINDOW_DISTANCES,
+    WINDOW_REQUESTS,
+    WINDOW_ROWS,
     WINDOW_SEGMENTS,
     faster_tracing,
     operators,
@@ -212,6 +215,8 @@ def describe(
         own.append(WINDOW_SEGMENTS)
     if chooses_rows:
         own += [CACHED_ROWS, CACHED_REQUESTS, TOKEN_REQUESTS]
+        if network.cache_window is not None:
+            own += [WINDOW_ROWS, WINDOW_REQUESTS, WINDOW_DISTANCES]
     if network.conditioning is not None:
         own += [*_CONDITIONING_INPUTS, *_CONDITIONING_OUTPUTS]
     return {

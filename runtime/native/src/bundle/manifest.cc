@@ -214,10 +214,11 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_w
     return text;
   };
   const json::Value& ports = graph.object("ports");
-  ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "window_segments",
-                        "cached_rows", "cached_requests", "token_requests", "top_token", "top_prob",
-                        "top_log_odds", "entropy", "logits", "conditioning", "temperature",
-                        "next_conditioning", "layers"});
+  ports.refuse_unknown({"input_ids",       "position_ids",    "score_rows",        "segments",
+                        "window_segments", "cached_rows",     "cached_requests",   "token_requests",
+                        "window_rows",     "window_requests", "window_distances",  "top_token",
+                        "top_prob",        "top_log_odds",    "entropy",           "logits",
+                        "conditioning",    "temperature",     "next_conditioning", "layers"});
   PortNames names{name(ports, "input_ids"),  name(ports, "position_ids"),
                   name(ports, "score_rows"), name(ports, "top_token"),
                   name(ports, "top_prob"),   name(ports, "top_log_odds"),
@@ -233,10 +234,18 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_w
                                   std::pair{"cached_requests", &names.cached_requests},
                                   std::pair{"token_requests", &names.token_requests}}) {
     const json::Value* const found = ports.find(key);
-    if (found != nullptr && (has_window || graph.find("device_file") == nullptr))
-      found->refuse("needs device_file, and no layer with a window");
+    if (found != nullptr && graph.find("device_file") == nullptr)
+      found->refuse("needs device_file");
     if (found != nullptr || !names.cached_rows.empty()) *port = name(ports, key);
     if (found != nullptr && names.cached_rows.empty()) found->refuse("needs cached_rows");
+  }
+  for (const auto& [key, port] : {std::pair{"window_rows", &names.window_rows},
+                                  std::pair{"window_requests", &names.window_requests},
+                                  std::pair{"window_distances", &names.window_distances}}) {
+    if (has_window && !names.cached_rows.empty())
+      *port = name(ports, key);
+    else if (const json::Value* const found = ports.find(key); found != nullptr)
+      found->refuse("needs cached_rows and a layer with a window");
   }
   for (const auto& [key, port] : {std::pair{"conditioning", &names.conditioning},
                                   std::pair{"temperature", &names.temperature},

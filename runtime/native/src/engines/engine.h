@@ -276,6 +276,8 @@ struct PortNames {
   std::string window_segments{};
   // The inputs of device.onnx that choose cached rows. "" if it does not have these inputs.
   std::string cached_rows{}, cached_requests{}, token_requests{};
+  // The same for layers with a window.
+  std::string window_rows{}, window_requests{}, window_distances{};
   // "" if the denoiser has no self-conditioning
   std::string conditioning{}, temperature{}, next_conditioning{};
   std::vector<Layer> layers{};

@@ -36,7 +36,8 @@ class DeviceContext final : public Context {
     if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));
     cache_.begin(pass, use);
-    engine_.run(pass, {}, {});
+    // Layers with a window keep the rows of all positions on a device.
+    engine_.run(pass, {}, {pass.cached});
     cache_.end(pass, use);
   }
 

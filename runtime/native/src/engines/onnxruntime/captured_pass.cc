@@ -23,8 +23,8 @@ CapturedPass::CapturedPass(const CudaDevice& device, const dlm_pass& pass, const
       top_k_(top_k),
       id_(id),
       offsets_(lay_out([&] {
-        const size_t tokens = 8 * static_cast<size_t>(pass.tokens), cached = 8 * rows.rows.size(),
-                     scored = static_cast<size_t>(pass.rows),
+        const size_t tokens = 8 * static_cast<size_t>(pass.tokens),
+                     cached = 8 * rows.full.rows.size(), scored = static_cast<size_t>(pass.rows),
                      candidates = 4 * scored * static_cast<size_t>(top_k);
         return std::vector<size_t>{tokens, tokens,     8 * scored, cached,     cached,
                                    tokens, candidates, candidates, candidates, 4 * scored};
@@ -42,8 +42,8 @@ void CapturedPass::upload(const dlm_pass& pass, const RowChoice& rows) {
   put(kPositions, pass.position_ids, tokens);
   auto* const scored = reinterpret_cast<int64_t*>(host_memory_.host(offsets_[kScoreRows]));
   std::fill(std::copy_n(pass.score_rows, pass.rows, scored), scored + rows_, 0);
-  put(kRows, rows.rows.data(), rows.rows.size());
-  put(kRequests, rows.requests.data(), rows.requests.size());
+  put(kRows, rows.full.rows.data(), rows.full.rows.size());
+  put(kRequests, rows.full.requests.data(), rows.full.requests.size());
   put(kOfTokens, rows.of_tokens.data(), tokens);
   const Cuda& cuda = device_.cuda();
   cuda.check(cuda.cuMemcpyHtoDAsync_v2(device_memory_.device(0), host_memory_.host(0),

@@ -152,15 +152,14 @@ class OnnxRuntime final : public HostEngine {
     open_session(threads, provider);
     chooses_rows_ = has_input(graph_.ports.cached_rows);
     captures_ = provider.cuda_graphs;
-    if (captures_ && !chooses_rows_)
+    if (captures_ && (!chooses_rows_ || has_window_))
       throw Error(DLM_UNSUPPORTED,
                   path_ +
                       ": CUDA graphs need a bundle that was built with --target cuda, and a "
                       "denoiser without a window in cached layers (cuda_graphs)");
     if (chooses_rows_)
-      for (const std::string* const name :
-           {&graph_.ports.cached_rows, &graph_.ports.cached_requests, &graph_.ports.token_requests})
-        ports_.inputs.push_back({*name, kInt64, {kR}});
+      for (const std::string& name : list_names(graph_.ports, has_window_))
+        ports_.inputs.push_back({name, kInt64, {kR}});
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
         "input", ports_.inputs);
     verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName,
@@ -210,7 +209,7 @@ class OnnxRuntime final : public HostEngine {
            const WindowRows& window) override {
     check_pass(pass);
     RowChoice chosen;
-    if (chooses_rows_) chosen = choose_rows(pass, segments);
+    if (chooses_rows_) chosen = choose_rows(pass, segments, window, window_of(cache_));
     // ONNX Runtime cannot run two passes of a session with CUDA graphs at the same time.
     std::unique_lock<std::mutex> lock(capturing_, std::defer_lock);
     if (captures_) lock.lock();
@@ -229,13 +228,27 @@ class OnnxRuntime final : public HostEngine {
  private:
   const ort::Api& api() const { return library_.api; }
 
-  // The addresses and sizes of the lists of a RowChoice, in the order of the graph's inputs.
+  // The names of the graph's inputs for a RowChoice.
+  static std::vector<std::string> list_names(const PortNames& ports, bool has_window) {
+    std::vector<std::string> names = {ports.cached_rows, ports.cached_requests,
+                                      ports.token_requests};
+    if (has_window)
+      names.insert(names.end(), {ports.window_rows, ports.window_requests, ports.window_distances});
+    return names;
+  }
+
+  // The addresses and sizes of the lists of a RowChoice, in the order of list_names().
   struct Lists {
-    explicit Lists(const RowChoice& rows)
-        : data{rows.rows.data(), rows.requests.data(), rows.of_tokens.data()},
-          sizes{rows.rows.size(), rows.requests.size(), rows.of_tokens.size()} {}
-    std::array<const void*, 3> data;
-    std::array<size_t, 3> sizes;
+    explicit Lists(const RowChoice& chosen) {
+      for (const std::vector<int64_t>* const list :
+           {&chosen.full.rows, &chosen.full.requests, &chosen.of_tokens, &chosen.window.rows,
+            &chosen.window.requests, &chosen.distances}) {
+        data.push_back(list->data());
+        sizes.push_back(list->size());
+      }
+    }
+    std::vector<const void*> data;
+    std::vector<size_t> sizes;
   };
 
   // Runs a pass with the CUDA graph of its shape. The first pass of a shape captures the graph.
@@ -243,9 +256,9 @@ class OnnxRuntime final : public HostEngine {
     const CudaDevice::Use use(*device_);
     dlm_pass padded = pass;
     padded.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
-    chosen.pad(rounded_up(chosen.rows.size(), kCachedStep));
+    chosen.full.pad(rounded_up(chosen.full.rows.size(), kCachedStep));
     PassShape shape = {static_cast<uint64_t>(pass.tokens), static_cast<uint64_t>(pass.cached),
-                       static_cast<uint64_t>(padded.rows), chosen.rows.size()};
+                       static_cast<uint64_t>(padded.rows), chosen.full.rows.size()};
     const auto add_addresses = [&](const auto* const* list) {
       for (size_t i = 0; list != nullptr && i < graph_.cache.size(); ++i)
         shape.push_back(reinterpret_cast<uintptr_t>(list[i]));
@@ -315,9 +328,9 @@ class OnnxRuntime final : public HostEngine {
       add_input(port, data, host);
     };
     if (chooses_rows_) {
-      const Port* const ports = &ports_.inputs[ports_.inputs.size() - chosen.data.size()];
-      for (size_t i = 0; i < chosen.data.size(); ++i)
-        add_list(ports[i], chosen.data[i], chosen.sizes[i]);
+      const size_t count = has_window_ ? 6 : 3;
+      const Port* const ports = &ports_.inputs[ports_.inputs.size() - count];
+      for (size_t i = 0; i < count; ++i) add_list(ports[i], chosen.data[i], chosen.sizes[i]);
     } else if (!segments.empty()) {
       add_list(segments_port(), segments.data(), segments.size());
       if (has_window_) add_list(segments_port(), window.segments.data(), window.segments.size());
