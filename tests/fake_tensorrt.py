@@ -130,6 +130,7 @@ def module(device: Device | None = None) -> Any:
         "ProfilingVerbosity": {"LAYER_NAMES_ONLY": 0, "DETAILED": 2},
         "LayerInformationFormat": {"ONELINE": 0, "JSON": 1},
         "NetworkDefinitionCreationFlag": {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1},
+        "BuilderFlag": {"VERSION_COMPATIBLE": 13, "EXCLUDE_LEAN_RUNTIME": 14},
         "Severity": {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2, "INFO": 3, "VERBOSE": 4},
     }.items():
         setattr(trt, name, Number(name, members))
@@ -206,6 +207,8 @@ def module(device: Device | None = None) -> Any:
             super().__setattr__(name, value)
 
         def set_memory_pool_limit(self, pool: Number, pool_size: int) -> None: ...
+
+        def set_flag(self, flag: Number) -> None: ...
 
         def add_optimization_profile(self, profile: Any) -> int:
             return 0

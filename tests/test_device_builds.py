@@ -220,6 +220,21 @@ def test_the_timing_cache_is_read_and_written(
     assert read_manifest(bundle)["loop"]["engines"]["thor"]["sm"] == [101]
 
 
+def test_a_version_compatible_engine_is_recorded_and_contains_no_lean_runtime(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
+    fake = on_device()
+    result = dlm_export("engine", bundle, "--target", "thor", "--version-compatible")
+    assert result.exit_code == 0, result.output
+    flags = [given["flag"] for name, given in fake.calls if name == "IBuilderConfig.set_flag"]
+    assert flags == [fake.BuilderFlag.VERSION_COMPATIBLE, fake.BuilderFlag.EXCLUDE_LEAN_RUNTIME]
+    manifest = read_manifest(bundle)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
+    assert manifest["loop"]["engines"]["thor"]["version_compatible"] is True
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert list(opened.manifest["loop"]["engines"]) == ["thor"]
+
+
 # All packages but numpy, click and rich: those of the export extra, and others that the command
 # must not need either.
 MISSING = ["matplotlib", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "safetensors", "scipy"]

@@ -34,6 +34,8 @@ from dlm_export.doctor.machine import (
 )
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
+from dlm_runtime.abi.native import tensorrt_libraries
+from dlm_runtime.providers import installed_version
 
 GIB = 1 << 30
 NO_DRIVER = Driver(failure="libcuda.so.1: cannot open shared object file")
@@ -83,6 +85,8 @@ ORIN = replace(
     board=Board("NVIDIA Jetson AGX Orin Developer Kit", 87, "36.4.3", "6.2", "MAXN"),
     tensorrt_headers="/usr/include/aarch64-linux-gnu",
 )
+LEAN_LIBRARY = Library("libnvinfer_lean.so.10", "10.3.0.30", is_lean=True)
+LEAN = replace(ORIN, tensorrt={"tensorrt": LEAN_LIBRARY, "tensorrt_rtx": NO_LIBRARY})
 RTX = replace(
     BARE,
     native=Native("/venv/libdlm_runtime.so", "0.1.0", "tensorrt_rtx", {"avx2": None}),
@@ -315,14 +319,22 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
             {"builder": "tensorrt_rtx"},
             "agx-orin is for TensorRT-RTX, the native library is for TensorRT",
         ),
+        ({"version_compatible": False}, "agx-orin needs the complete TensorRT, not its lean"),
     ):
+        machine = LEAN if "version_compatible" in change else ORIN
         found = _judged(
-            ORIN, llada_bundle, monkeypatch, {"agx-orin": entry | change}, ["agx-orin"]
+            machine, llada_bundle, monkeypatch, {"agx-orin": entry | change}, ["agx-orin"]
         )["bundle", "engine"]
         assert found.state == MISSING
         assert reason in found.said
         assert found.remedy.startswith(f"dlm-export engine {llada_bundle} --target sm87")
         assert "--engine onnxruntime" in found.remedy
+    engines: dict[str, object] = {"agx-orin": entry | {"version_compatible": True}}
+    lean = _judged(LEAN, llada_bundle, monkeypatch, engines, ["agx-orin"])
+    assert lean["bundle", "engine"].state == OK
+    assert lean["GPU", "TensorRT"].said == "lean runtime 10.3.0.30, libnvinfer_lean.so.10"
+    said = "version-compatible engines of TensorRT 10.3.0.30, exactly this version"
+    assert lean["GPU", "running engines"].said == said
     none = _judged(ORIN, llada_bundle, monkeypatch, {}, ["agx-orin"])["bundle", "engine"]
     assert none.said == "no engine for SM 8.7: the bundle has none yet"
     bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])[
@@ -462,6 +474,19 @@ def test_a_library_that_is_none_is_told_with_the_loaders_reason(tmp_path: Path) 
     assert machine.tensorrt["tensorrt_rtx"].version is None
     assert "OrtGetApiBase" in (machine.onnxruntime.failure or "")
     assert not report.judge(machine).works
+
+
+def test_tensorrts_lean_runtime_is_found_and_told_from_the_complete_library(
+    tmp_path: Path,
+) -> None:
+    """Loads NVIDIA's library, which needs no driver for this."""
+    package = "tensorrt-lean-cu13-libs"
+    if (version := installed_version(package)) is None:
+        pytest.skip(f"{package} is not installed")
+    path = tensorrt_libraries()["tensorrt"]
+    assert path.rpartition("/")[2].startswith("libnvinfer_lean.so.")
+    there = Elsewhere(tmp_path / "root", DLM_TENSORRT=path)
+    assert look(there, tmp_path).tensorrt["tensorrt"] == Library(path, version, is_lean=True)
 
 
 def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path: Path) -> None:

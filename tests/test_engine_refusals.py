@@ -55,6 +55,7 @@ BUILD_REFUSALS = [
         ["--activations needs a quantised precision"],
     ),
     (("--target", "h100", "--no-engine", "--workspace", "64"), ["--workspace", "--no-engine"]),
+    (("--target", "cpu", "--version-compatible"), ["--version-compatible", "for GPUs"]),
     (("--target", "cpu", "--canvas", "64"), ["--canvas", "for GPUs"]),
 ]
 
@@ -96,6 +97,12 @@ REFUSALS: list[tuple[str, tuple[str, ...], int, list[str]]] = [
         ["graph has opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"],
     ),
     ("rtx5090", ("rtx5090,rtx5090",), 2, ["rtx5090 is given more than once"]),
+    (
+        "rtx5090",
+        ("rtx5090", "--version-compatible"),
+        2,
+        ["TensorRT-RTX does not build version-compatible engines", "--builder tensorrt"],
+    ),
 ]
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 from test_native import HAS_MOCKS, HAS_TENSORRT, run, sanitized, tool  # noqa: F401
 
+from dlm_runtime.abi.native import tensorrt_libraries
+
 VERSION = "10.14.1.48"
 VOCABULARY, MASK, TOP_K = 50, 49, 2
 LAYERS = ((3, 4), (3, 4))  # for each layer: (number of key and value heads, head size)
@@ -614,6 +616,37 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
     assert f"rtx5090: built by tensorrt 10.14.1.48, {here}" in message
 
 
+def test_the_lean_runtime_only_runs_version_compatible_engines(
+    tmp_path: Path,
+    drive: Drive,
+    sanitized: Path,  # noqa: F811
+) -> None:
+    # The runtime opens libnvinfer_lean if it does not find libnvinfer.
+    (tmp_path / "libnvinfer_lean.so.10").symlink_to(sanitized / "libmock_nvinfer_lean.so")
+    lean = {"DLM_TENSORRT": "", "LD_LIBRARY_PATH": f"{tmp_path}:{sanitized}"}
+    bundle = write_bundle(tmp_path / "bundle")
+    status, message = opening(drive, bundle, lean)
+    assert status == "UNSUPPORTED"
+    assert "rtx5090: the library here is TensorRT's lean runtime (libnvinfer_lean)" in message
+    write_bundle(bundle, {"rtx5090": {}, "lean": {"version_compatible": True}})
+    assert "engine lean)" in opening(drive, bundle, lean)[1]
+    assert "engine rtx5090)" in opening(drive, bundle)[1]
+    (tmp_path / "libnvinfer.so.10").symlink_to(sanitized / "libmock_nvinfer.so")
+    assert "engine rtx5090)" in opening(drive, bundle, lean)[1]
+
+
+def test_nvidias_lean_runtime_of_another_major_version_is_refused(
+    bundle: Path, drive: Drive
+) -> None:
+    """Calls of TensorRT 10's C++ classes would crash in TensorRT 11."""
+    path = tensorrt_libraries().get("tensorrt", "")
+    if "lean.so.11" not in path:
+        pytest.skip("tensorrt-lean-cu13-libs 11 is not installed")
+    status, message = opening(drive, bundle, {"DLM_TENSORRT": path})
+    assert status == "ENGINE_MISSING"
+    assert re.search(r"lean\.so\.11 is TensorRT 11\.\d+\.\d+\.\d+, but this build", message)
+
+
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
     # The engine file is invalid, but the device or the TensorRT version must be checked before the
     # file is read.
@@ -646,13 +679,13 @@ def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: D
             "cannot load TensorRT from $DLM_TENSORRT: /no/such",
         ),
         ("DLM_TENSORRT", "libm.so.6", "is not TensorRT: it has no getInferLibMajorVersion"),
-        ("DLM_TENSORRT", "", "cannot find TensorRT: tried libnvinfer.so.10"),
+        ("DLM_TENSORRT", "", "tried libnvinfer.so.10, libnvinfer_lean.so.10 ("),
         ("MOCK_TRT_VERSION", "11.0.0.1", "this build of libdlm_runtime is for TensorRT 10"),
         ("MOCK_TRT_VERSION", "1.7.1.116", "is TensorRT 1.7.1.116, but this build"),
         ("MOCK_CUDA_FAIL", "cuInit:1", "cuInit failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
         ("MOCK_CUDA_FAIL", "cuDevicePrimaryCtxRetain:1", "Retain failed: CUDA_ERROR_OUT_OF_MEMORY"),
         ("MOCK_CUDA_FAIL", "cuCtxPushCurrent:1", "CUDA: cuCtxPushCurrent failed"),
-        ("MOCK_CUDA_FAIL", "createInferRuntime:1", "TensorRT: createInferRuntime failed"),
+        ("MOCK_CUDA_FAIL", "createInferRuntime:1", "createInferRuntime failed: CUDA initiali"),
         ("MOCK_CUDA_FAIL", "deserializeCudaEngine:1", "magic tag does not match second line. If"),
     ],
 )

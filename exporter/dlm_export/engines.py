@@ -14,7 +14,7 @@ class EngineBuilder:
     """One TensorRT variant.
 
     ``modules`` lists the Python modules that can build engines. A machine needs only one of them.
-    ``libraries`` lists the shared libraries that can run engines of this variant, newest first.
+    ``libraries`` lists the shared libraries that can run engines of this variant, best first.
     """
 
     name: str
@@ -29,7 +29,7 @@ TENSORRT = EngineBuilder(
     "tensorrt",
     "TensorRT",
     ("tensorrt",),
-    ("libnvinfer.so.11", "libnvinfer.so.10"),
+    ("libnvinfer.so.11", "libnvinfer.so.10", "libnvinfer_lean.so.11", "libnvinfer_lean.so.10"),
 )
 RTX = EngineBuilder(
     "tensorrt_rtx",

@@ -351,6 +351,7 @@ ENGINE_OPTIONS = (
     number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
     file("--timing-cache", "File with TensorRT's timings; it is read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
+    flag("--version-compatible", default=None, help="Build for TensorRT's lean runtime, too."),
     flag("--allow-fallback", default=None, help="Accept layers that get an unrequested format."),
 )
 tensorrt_group = group(

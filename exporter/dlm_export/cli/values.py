@@ -53,7 +53,7 @@ _QUANTISED_ONLY = (
 _JUDGED_ONLY = ("judged", *BUDGETS)
 _ENGINE_ONLY = (
     *("canvas", "block", "workspace", "timing_cache"),
-    *("builder", "allow_fallback", "no_engine", "plain_graph"),
+    *("builder", "version_compatible", "allow_fallback", "no_engine", "plain_graph"),
 )
 
 
@@ -146,7 +146,7 @@ def check_build_options(values: dict[str, Any]) -> None:
         asked = values | {"judge": "full" if values["judge"] == "full" else None}
         refuse(asked, ("judge", *_JUDGED_ONLY), "has no effect with --no-verify")
     if values["no_engine"]:
-        building = ("workspace", "timing_cache", "builder")
+        building = ("workspace", "timing_cache", "builder", "version_compatible")
         refuse(values, building, "has no effect with --no-engine")
     devices = targets.find_all(split(values["target"]))
     recipe = targets.recipe_for(devices, precision)
@@ -266,4 +266,5 @@ def engine_options(values: dict[str, Any]) -> EngineOptions:
         timing_cache=values["timing_cache"],
         allow_fallback=bool(values["allow_fallback"]),
         builder=values["builder"],
+        version_compatible=bool(values["version_compatible"]),
     )

@@ -6,7 +6,8 @@ The process prints one JSON object. If the library does not load, the only key i
 the value of this key is the reason. The argument KIND selects the facts:
 
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
-- ``tensorrt`` and ``onnxruntime``: the version of the library.
+- ``tensorrt`` and ``onnxruntime``: the version of the library. For TensorRT, also whether the
+  library is the lean runtime, which has no builder.
 - ``providers``: the execution providers of the installed ONNX Runtime.
 - ``loads``: for each library, the reason why it does not load, or null if it loads.
 """
@@ -62,7 +63,8 @@ def tensorrt(name: str) -> dict[str, Any]:
         getattr(library, f"getInferLib{part}Version")()
         for part in ("Major", "Minor", "Patch", "Build")
     ]
-    return {"version": ".".join(map(str, parts))}
+    is_lean = not hasattr(library, "createInferBuilder_INTERNAL")
+    return {"version": ".".join(map(str, parts)), "is_lean": is_lean}
 
 
 def onnxruntime(name: str) -> dict[str, Any]:

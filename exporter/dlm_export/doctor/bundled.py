@@ -173,7 +173,7 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
 
     The list is empty if the machine can run an engine. An engine runs only on the SMs for which it
     was built. An engine also needs the variant and the exact version of TensorRT that built the
-    engine.
+    engine. TensorRT's lean runtime only runs version-compatible engines.
     """
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
@@ -187,6 +187,8 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
             )
         elif entry["version"] != version:
             reasons.append(f"{name} needs {NAMES[kind]} {entry['version']}, not {version}")
+        elif m.tensorrt[kind].is_lean and not entry.get("version_compatible"):
+            reasons.append(f"{name} needs the complete {NAMES[kind]}, not its lean runtime")
         else:
             return []
     why = "; ".join(reasons) or "the bundle has none yet"

@@ -170,7 +170,8 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
     names = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
     found = {kind: library for kind, library in m.tensorrt.items() if library.version is not None}
     for kind, library in found.items():
-        yield ok("GPU", names[kind], f"library {library.version}, {library.path}")
+        what = "lean runtime" if library.is_lean else "library"
+        yield ok("GPU", names[kind], f"{what} {library.version}, {library.path}")
     for kind, version in m.builders.items():
         if version is not None:
             yield ok("GPU", f"{names[kind]}, builder", f"Python module of {version}")
@@ -179,7 +180,8 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
             yield note("GPU", "running engines", *lacking[0])
         else:
             kind = m.native.tensorrt or ""
-            said = f"engines of {names[kind]} {m.tensorrt[kind].version}, exactly this version"
+            some = "version-compatible engines" if m.tensorrt[kind].is_lean else "engines"
+            said = f"{some} of {names[kind]} {m.tensorrt[kind].version}, exactly this version"
             yield ok("GPU", "running engines", said)
     here = builders_of(m)
     built = [name for name in GENERIC if engine_here(find(name), here)[0]]

@@ -63,11 +63,15 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A third-party library that runs bundles, or the reason why none was found (``failure``)."""
+    """A third-party library that runs bundles, or the reason why none was found (``failure``).
+
+    ``is_lean`` is true for TensorRT's lean runtime, which only runs version-compatible engines.
+    """
 
     path: str | None = None
     version: str | None = None
     failure: str | None = None
+    is_lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,8 @@ def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
     for path in candidates:
         told = system.library(kind, path)
         if "version" in told:
-            return Library(path, str(told["version"])[:40])
+            is_lean = bool(told.get("is_lean"))
+            return Library(path, str(told["version"])[:40], is_lean=is_lean)
         failure = failure or str(told.get("failure"))
     return Library(failure=failure)
 

@@ -63,6 +63,11 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
                 raise EngineError(
                     "TensorRT-RTX does not support timing caches: omit --timing-cache"
                 )
+            if options.version_compatible:
+                raise EngineError(
+                    "TensorRT-RTX does not build version-compatible engines: omit "
+                    "--version-compatible, or pass --builder tensorrt on the device"
+                )
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:
             raise BuilderError(

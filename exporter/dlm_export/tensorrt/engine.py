@@ -203,6 +203,8 @@ def build_engine(
         },
         "profiles": limits.profiles(),
     }
+    if options.version_compatible:
+        entry["version_compatible"] = True
     audited = {
         "method": method,
         "layers": table,
@@ -331,6 +333,9 @@ def _make_config(
     else:
         # The engine inspector reports types only with this setting.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if options.version_compatible:
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
     if options.timing_cache is not None:
         path = options.timing_cache
         known = read_bytes(path, TIMINGS_LIMIT_BYTES, BuilderError) if path.exists() else b""

@@ -44,6 +44,11 @@ class EngineOptions:
 
     ``canvas`` is the length of the longest canvas in tokens. ``block`` is the length of the longest
     pass with a cache, in tokens. If a value is ``None``, the bundle's setting is used.
+
+    A ``version_compatible`` engine can run in TensorRT's lean runtime, which has no builder. The
+    engine file does not contain this runtime, because a program that loads it from the file runs
+    code from the bundle. NVIDIA documents that such an engine needs a runtime of exactly the
+    builder's version (``IRuntime::loadRuntime`` in NvInferRuntime.h of TensorRT 10 and 11).
     """
 
     canvas: int | None = None
@@ -52,6 +57,7 @@ class EngineOptions:
     timing_cache: Path | None = None
     allow_fallback: bool = False
     builder: str | None = None
+    version_compatible: bool = False
 
 
 @dataclass(frozen=True)

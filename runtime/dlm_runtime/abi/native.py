@@ -198,14 +198,15 @@ def tensorrt_libraries() -> dict[str, str]:
     """Return the paths of the libraries of TensorRT and TensorRT-RTX in their installed wheels.
 
     The keys are "tensorrt" and "tensorrt_rtx". If a wheel is not installed, its key is missing.
+    TensorRT's lean runtime is returned only if the complete TensorRT is not installed.
 
     The Python packages in the wheels are not imported.
     """
-    packages = {
-        "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
-        "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),
+    found = {
+        "tensorrt": _packaged("tensorrt_libs", "libnvinfer.so.*")
+        or _packaged("tensorrt_lean_libs", "libnvinfer_lean.so.*"),
+        "tensorrt_rtx": _packaged("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),
     }
-    found = {kind: _packaged(*where) for kind, where in packages.items()}
     return {kind: path for kind, path in found.items() if path is not None}
 
 

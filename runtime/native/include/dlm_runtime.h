@@ -372,9 +372,10 @@ typedef struct dlm_open_options {
                                  means "tensorrt" if the bundle was built for GPUs, and otherwise
                                  "onnxruntime". With "none", the library opens and checks the
                                  bundle, but cannot run passes */
-  const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. NULL
-                                 (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
-                                 system's library if this variable is not set */
+  const char* engine_library; /* path of libonnxruntime, libnvinfer, libnvinfer_lean or
+                                 libtensorrt_rtx. NULL (default): the path in $DLM_ONNXRUNTIME or
+                                 $DLM_TENSORRT, or the system's library if this variable is not
+                                 set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
                            never starts more threads than the process may use cores */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
@@ -426,8 +427,9 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
  * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file that was
- * built for the same kind of device and for the same version of TensorRT. If no engine file can
- * run, the error message gives the reason for each file. */
+ * built for the same kind of device and for the same version of TensorRT. libnvinfer_lean is opened
+ * if the system has no libnvinfer, and only runs version-compatible engine files. If no engine file
+ * can run, the error message gives the reason for each file. */
 
 /* One of the kernel sets of this library. */
 typedef struct dlm_kernel_set {

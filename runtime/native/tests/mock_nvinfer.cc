@@ -527,8 +527,17 @@ int32_t getInferLibMinorVersion() noexcept { return version(1); }
 int32_t getInferLibPatchVersion() noexcept { return version(2); }
 int32_t getInferLibBuildVersion() noexcept { return version(3); }
 
+#ifndef MOCK_LEAN
+void* createInferBuilder_INTERNAL(void*, int32_t) noexcept { return nullptr; }
+#endif
+
 void* createInferRuntime_INTERNAL(void* logger, int32_t) noexcept {
-  if (mock::note("createInferRuntime")) return nullptr;
+  if (mock::note("createInferRuntime")) {
+    // TensorRT 11.4 fails in this way if the driver is too old.
+    static_cast<nvinfer1::ILogger*>(logger)->log(nvinfer1::ILogger::Severity::kERROR,
+                                                 "CUDA initialization failure with error: 35");
+    return reinterpret_cast<void*>(0x228);
+  }
   return static_cast<nvinfer1::IRuntime*>(
       new MockRuntime(*static_cast<nvinfer1::ILogger*>(logger)));
 }

@@ -728,6 +728,10 @@ void test_tensorrt_plans(Tally& tally) {
         "built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.4");
   CHECK(why_not(engine, {120, "tensorrt_rtx", "10.14.1.48"}) ==
         "built by tensorrt 10.14.1.48, the library here is tensorrt_rtx 10.14.1.48");
+  const dlm::trt::Platform lean{120, "tensorrt", "10.14.1.48", true};
+  CHECK(why_not(engine, lean).find("--version-compatible") != std::string::npos);
+  engine.is_version_compatible = true;
+  CHECK(why_not(engine, lean).empty());
   engine.prefill.cached = {0, 0, 0};
   CHECK(dlm::trt::limits_text(engine) ==
         "passes of 64..512 tokens that score up to 64 rows, and passes of 1..32 tokens over 0..512 "

@@ -403,7 +403,8 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const
     entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
   const std::string again = "copy the bundle again, or build the engine again (dlm-export engine " +
                             folder + " --target " + target + " --force)";
-  entry.refuse_unknown({"file", "builder", "version", "sm", "built_from", "profiles", "seal"});
+  entry.refuse_unknown(
+      {"file", "builder", "version", "version_compatible", "sm", "built_from", "profiles", "seal"});
   EngineSpec engine;
   engine.target = target;
   engine.bundle = folder;
@@ -416,6 +417,8 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const
   engine.version = entry.string("version");
   if (!is_version(engine.version))
     entry.at("version").refuse("expected a version such as \"10.14.1.48\"");
+  if (const json::Value* const found = entry.find("version_compatible"))
+    engine.is_version_compatible = found->boolean();
   for (const json::Value& sm : entry.array("sm"))
     engine.sm.push_back(static_cast<int32_t>(sm.integer(50, 199)));
   if (engine.sm.empty())

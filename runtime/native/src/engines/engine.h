@@ -320,6 +320,7 @@ struct EngineSpec {
   std::vector<int32_t> sm;  // compute capabilities of the GPUs that can run the engine; 89 means
                             // 8.9
   Profile prefill, block;   // the engine's profiles 0 and 1
+  bool is_version_compatible = false;  // TensorRT's lean runtime can run it, too
 };
 
 // Selects the provider of ONNX Runtime that runs the graph. The fields have the same names and

@@ -58,13 +58,15 @@ TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engine
                    const std::string& library, const Log& log)
     : graph_(graph),
       library_(load_library(library)),
-      spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
+      spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version, library_.is_lean})),
       ports_(list_ports(graph, 1)),
       logger_(log) {
   const CudaDevice::Use use(device_);
-  runtime_.reset(
-      static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
-  if (runtime_ == nullptr) fail_call("createInferRuntime");
+  void* const made = library_.create_runtime(&logger_, NV_TENSORRT_VERSION);
+  // If the driver is too old, TensorRT 11.4 reports an error and returns an invalid pointer.
+  if (const std::string reported = logger_.take(); made == nullptr || !reported.empty())
+    throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": createInferRuntime failed" + reported);
+  runtime_.reset(static_cast<nvinfer1::IRuntime*>(made));
   {
     const MappedFile file(spec_.path, DLM_BAD_BUNDLE, false);
     engine_.reset(runtime_->deserializeCudaEngine(file.data(), file.bytes()));

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <iterator>
+
 #include "base/dynamic_library.h"
 #include "base/error.h"
 #include "base/one_line.h"
@@ -12,15 +14,17 @@ namespace {
 #define DLM_TEXT_OF(value) #value
 #define DLM_TEXT(value) DLM_TEXT_OF(value)
 #ifdef TRT_MAJOR_RTX
-constexpr char kLibrary[] = "libtensorrt_rtx.so." DLM_TEXT(NV_TENSORRT_MAJOR);
+constexpr const char* kLibraries[] = {"libtensorrt_rtx.so." DLM_TEXT(NV_TENSORRT_MAJOR)};
 constexpr char kAdvice[] =
     "Install it (pip: tensorrt-rtx-cu13-libs) and give its path, as engine_library or in "
     "DLM_TENSORRT, or open the bundle with engine \"onnxruntime\".";
 #else
-constexpr char kLibrary[] = "libnvinfer.so." DLM_TEXT(NV_TENSORRT_MAJOR);
+constexpr const char* kLibraries[] = {"libnvinfer.so." DLM_TEXT(NV_TENSORRT_MAJOR),
+                                      "libnvinfer_lean.so." DLM_TEXT(NV_TENSORRT_MAJOR)};
 constexpr char kAdvice[] =
-    "A Jetson's comes with JetPack; of any other (pip: tensorrt) give the path, as engine_library "
-    "or in DLM_TENSORRT. Or open the bundle with engine \"onnxruntime\".";
+    "A Jetson's comes with JetPack; of any other (pip: tensorrt, or tensorrt-lean-cu13-libs for "
+    "version-compatible engines) give the path, as engine_library or in DLM_TENSORRT. Or open the "
+    "bundle with engine \"onnxruntime\".";
 #endif
 
 }  // namespace
@@ -48,7 +52,9 @@ std::string Logger::take() {
 
 Library load_library(const std::string& given) {
   std::string name;
-  void* const handle = open_library({kName, "DLM_TENSORRT", {kLibrary}, kAdvice}, given, &name);
+  void* const handle =
+      open_library({kName, "DLM_TENSORRT", {std::begin(kLibraries), std::end(kLibraries)}, kAdvice},
+                   given, &name);
   const auto ask = [&](const char* what) {
     const auto function = reinterpret_cast<int32_t (*)()>(dlsym(handle, what));
     if (function == nullptr)
@@ -71,7 +77,7 @@ Library load_library(const std::string& given) {
   if (create == nullptr)
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not " + kName + ": it has no createInferRuntime_INTERNAL. " + kAdvice);
-  return {create, version};
+  return {create, version, dlsym(handle, "createInferBuilder_INTERNAL") == nullptr};
 }
 
 }  // namespace dlm::trt

@@ -1,5 +1,5 @@
-// Loads TensorRT (libnvinfer) or TensorRT-RTX (libtensorrt_rtx) at run time, and collects the
-// errors that the library reports.
+// Loads TensorRT (libnvinfer or libnvinfer_lean) or TensorRT-RTX (libtensorrt_rtx) at run time, and
+// collects the errors that the library reports.
 //
 // This code is compiled with the headers of one of these two libraries. The loaded library must
 // have the same major version as the headers, because the code calls virtual functions of the
@@ -42,6 +42,7 @@ class Logger final : public nvinfer1::ILogger {
 struct Library {
   void* (*create_runtime)(void* logger, int32_t version);
   std::string version;  // for example "10.14.1.48"
+  bool is_lean;         // libnvinfer_lean, which only runs version-compatible engines
 };
 
 // Loads the library at the path `given`. If `given` is empty, searches for the library as described

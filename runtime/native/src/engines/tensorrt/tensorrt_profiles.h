@@ -15,6 +15,7 @@ struct Platform {
   int32_t sm;  // compute capability; 89 means 8.9
   // Name and version of the library, for example "tensorrt" and "10.14.1.48".
   std::string builder, version;
+  bool is_lean = false;  // the library is TensorRT's lean runtime
 };
 
 // Returns the reason why the engine cannot run on the platform. Returns "" if the engine can run.
@@ -28,6 +29,9 @@ inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
     return "built by " + engine.builder + " " + engine.version + ", the library here is " +
            platform.builder + " " + platform.version;
   }
+  if (platform.is_lean && !engine.is_version_compatible)
+    return "the library here is TensorRT's lean runtime (libnvinfer_lean), which only runs engines "
+           "that were built with --version-compatible";
   return "";
 }
 
