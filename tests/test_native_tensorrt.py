@@ -210,7 +210,7 @@ Drive = Callable[..., Told]
 
 
 @pytest.fixture
-def drive(sanitized: Path) -> Drive:  # noqa: F811
+def drive(sanitized: Path, tmp_path: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
         """Run device_driver. The environment variables in ``variables`` can make the mocks fail.
 
@@ -225,7 +225,8 @@ def drive(sanitized: Path) -> Drive:  # noqa: F811
         }
         mocks = {name: str(sanitized / f"lib{mock}.so") for name, mock in variable.items()}
         arguments = [f"{key}={value}" for key, value in options.items()]
-        environment = mocks | {"ASAN_OPTIONS": "detect_leaks=1"} | (variables or {})
+        environment = mocks | {"ASAN_OPTIONS": "detect_leaks=1", "XDG_CACHE_HOME": str(tmp_path)}
+        environment |= variables or {}
         done = run(sanitized / "device_driver", bundle, *arguments, **environment)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         lines = done.stdout.splitlines()

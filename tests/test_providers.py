@@ -155,6 +155,37 @@ def test_a_device_without_an_address_must_be_the_only_one(bundle: Path, drive: D
 
 
 @needs_mocks
+def test_compiled_kernels_are_kept_in_folders_that_only_the_user_can_write(
+    tmp_path: Path, drive: Drive
+) -> None:
+    made = bundle_of(tmp_path / "bundle")
+    other = bundle_of(tmp_path / "other", graph(f"node more MatMul {REGISTERED[2]}"))
+
+    def kept(home: str, bundle: Path = made, **variables: str) -> list[Path]:
+        (tmp_path / home).mkdir(exist_ok=True)
+        places = {"XDG_CACHE_HOME": "relative", "HOME": str(tmp_path / home)}
+        told = drive(bundle, places | variables, engine="auto", provider="nv_tensorrt_rtx")
+        assert told.opened[0] == "OK"
+        return sorted((tmp_path / home).rglob("kernels"))
+
+    (first,) = kept("home")
+    assert re.fullmatch(
+        r"\.cache/dlm-export/[0-9a-f]{64}/kernels", str(first.relative_to(tmp_path / "home"))
+    )
+    assert [folder.stat().st_mode & 0o777 for folder in list(first.parents)[:3]] == [0o700] * 3
+    assert kept("home") == [first]
+    assert len(kept("home", other)) == 2
+    assert len(kept("home", MOCK_RTX_VERSION="0.6.0")) == 3
+    for writable in (".cache", ".cache/dlm-export", first.parent.relative_to(tmp_path / "home")):
+        first.unlink()
+        (tmp_path / "home" / writable).chmod(0o770)
+        assert first not in kept("home")
+        (tmp_path / "home" / writable).chmod(0o700)
+        assert first in kept("home")
+    assert kept("nowhere", HOME="relative") == []
+
+
+@needs_mocks
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
@@ -563,6 +594,9 @@ def test_a_providers_library_is_registered_by_our_slots(
         ort.call("ProviderDeviceGetProvider", device, result=ctypes.c_char_p) for device in devices
     ]
     assert names == [b"CPUExecutionProvider"]
+    about = ort.call("ProviderDeviceGetMetadata", devices[0], result=ctypes.c_void_p)
+    version = ort.call("GetKeyValue", about, b"version", result=ctypes.c_char_p).decode()
+    assert version == providers.installed_version("onnxruntime")
     hardware = ort.call("ProviderDeviceGetHardware", devices[0], result=ctypes.c_void_p)
     metadata = ort.call("HardwareGetMetadata", hardware, result=ctypes.c_void_p)
     assert ort.call("GetKeyValue", metadata, b"pci_bus_id", result=ctypes.c_char_p) is None

@@ -421,9 +421,11 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  *
  * GPU providers need ONNX Runtime 1.24 or newer. "cuda" and "tensorrt" need a build that includes
  * the provider (onnxruntime-gpu). "nv_tensorrt_rtx" is in a separate library, which any build can
- * load (onnxruntime-ep-nv-tensorrt-rtx-cu13). All of them also need the library of the GPU driver
- * ($DLM_CUDA_LIBRARY, by default libcuda.so.1). If the bundle contains a graph for GPUs, the
- * provider runs this graph. Sessions store their keys and values on the GPU.
+ * load (onnxruntime-ep-nv-tensorrt-rtx-cu13). It keeps the kernels that it compiles in
+ * $XDG_CACHE_HOME/dlm-export or ~/.cache/dlm-export, unless other users can write there. All GPU
+ * providers also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default libcuda.so.1).
+ * If the bundle contains a graph for GPUs, the provider runs this graph. Sessions store their keys
+ * and values on the GPU.
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
  * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file that was

@@ -15,7 +15,8 @@
 // lists the providers (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that
 // a provider cannot load. If $MOCK_ORT_NO_BUS is set, devices have no addresses. $MOCK_ORT_FULL is
 // the call that fails because the device is full, for example "Run:2". $MOCK_CUDA_FAIL lists the
-// calls that fail.
+// calls that fail. $MOCK_RTX_VERSION is the version of the provider in a separate library. This
+// provider writes a file "kernels" to its folder nv_runtime_cache_path.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
 // device, and all other arrays must be in host memory. If a pass has a CUDA graph, all arrays must
@@ -26,6 +27,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <set>
@@ -55,6 +57,7 @@ struct OrtEpDevice {
   std::string provider;
   int device;
   OrtHardwareDevice hardware;
+  OrtKeyValuePairs metadata{};
 };
 struct OrtMemoryInfo {
   std::string name;
@@ -448,6 +451,7 @@ OrtStatus* register_library(OrtEnv*, const char* name, const char* path) {
     OrtEpDevice device{name, i, {}};
     if (variable("MOCK_ORT_NO_BUS", "").empty())
       device.hardware.metadata.values["pci_bus_id"] = "0000:0" + std::to_string(i) + ":00.0";
+    device.metadata.values["version"] = variable("MOCK_RTX_VERSION", "0.5.0");
     devices().push_back(device);
   }
   return nullptr;
@@ -636,14 +640,19 @@ void fill_table() {
       });
   put<ProviderDeviceGetProvider>([](const OrtEpDevice* one) { return one->provider.c_str(); });
   put<ProviderDeviceGetHardware>([](const OrtEpDevice* one) { return &one->hardware; });
+  put<ProviderDeviceGetMetadata>([](const OrtEpDevice* one) { return &one->metadata; });
   put<HardwareGetMetadata>([](const OrtHardwareDevice* one) { return &one->metadata; });
   put<GetKeyValue>([](const OrtKeyValuePairs* pairs, const char* key) -> const char* {
     const auto found = pairs->values.find(key);
     return found == pairs->values.end() ? nullptr : found->second.c_str();
   });
   put<AppendProviderDevices>([](OrtSessionOptions* options, OrtEnv*, const OrtEpDevice* const* all,
-                                size_t count, const char* const*, const char* const*, size_t) {
+                                size_t count, const char* const* keys, const char* const* values,
+                                size_t pairs) {
     if (count != 1) return refuse("one device is expected");
+    if (pairs != 1 || keys[0] != std::string("nv_runtime_cache_path"))
+      return refuse("nv_runtime_cache_path is expected");
+    if (values[0][0] != '\0') std::ofstream(values[0] + std::string("/kernels")) << "compiled";
     const OrtCUDAProviderOptionsV2 given{{{"device_id", std::to_string(all[0]->device)}}};
     return append(options, &given, all[0]->provider.c_str());
   });

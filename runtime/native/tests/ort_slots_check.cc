@@ -137,6 +137,7 @@ CHECK_SLOT_OF(GetProviderDevices, GetEpDevices);
 CHECK_SLOT_OF(AppendProviderDevices, SessionOptionsAppendExecutionProvider_V2);
 CHECK_SLOT_OF(HardwareGetMetadata, HardwareDevice_Metadata);
 CHECK_SLOT_OF(ProviderDeviceGetProvider, EpDevice_EpName);
+CHECK_SLOT_OF(ProviderDeviceGetMetadata, EpDevice_EpMetadata);
 CHECK_SLOT_OF(ProviderDeviceGetHardware, EpDevice_Device);
 #endif
 #if ORT_API_VERSION >= 24

@@ -452,7 +452,7 @@ class OnnxRuntime final : public HostEngine {
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
-    add_provider(api(), *provider_, provider, *device_, env_.get(), options.get());
+    add_provider(api(), *provider_, provider, *device_, path_, env_.get(), options.get());
     set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
                                           ort::kMemTypeDefault, device_memory_.out()));
     configure(options, kRecordPlacement, "1");

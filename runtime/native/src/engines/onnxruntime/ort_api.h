@@ -167,6 +167,7 @@ using AppendProviderDevices = Entry<304, OrtStatus*(OrtSessionOptions*, OrtEnv*,
                                                     const char* const* keys, const char* const* values, size_t count)>;
 using HardwareGetMetadata = Entry<311, const OrtKeyValuePairs*(const OrtHardwareDevice*)>;
 using ProviderDeviceGetProvider = Entry<312, const char*(const OrtEpDevice*)>;
+using ProviderDeviceGetMetadata = Entry<314, const OrtKeyValuePairs*(const OrtEpDevice*)>;
 using ProviderDeviceGetHardware = Entry<316, const OrtHardwareDevice*(const OrtEpDevice*)>;
 // These functions exist since the version kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -14,6 +16,7 @@
 
 #include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/sha256.h"
 #include "engines/onnxruntime/ort_handles.h"
 
 namespace dlm {
@@ -115,10 +118,38 @@ std::string absolute_path(void* library) {
   return path == nullptr ? map->l_name : path.get();
 }
 
+// Creates a folder, unless it exists. Returns false if this user cannot write in the folder, or if
+// other users can.
+bool is_private_folder(const std::string& path) {
+  struct stat found{};
+  mkdir(path.c_str(), 0700);
+  return stat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode) && found.st_uid == geteuid() &&
+         (found.st_mode & (S_IWGRP | S_IWOTH)) == 0 && access(path.c_str(), W_OK) == 0;
+}
+
+// Returns the folder in which TensorRT-RTX keeps the kernels that it compiles for a graph. Returns
+// "" if there is no folder that is safe: TensorRT-RTX runs the kernels that it finds, and checks
+// only that they were compiled for this GPU, and not by a newer version of TensorRT-RTX or CUDA.
+std::string kernel_cache(const std::string& graph, const char* provider_version) {
+  const char* const cache = std::getenv("XDG_CACHE_HOME");
+  const char* const home = std::getenv("HOME");
+  std::string folder;
+  if (cache != nullptr && cache[0] == '/')
+    folder = cache;
+  else if (home != nullptr && home[0] == '/')
+    folder = std::string(home) + "/.cache";
+  const std::string version = provider_version == nullptr ? "" : provider_version;
+  const std::string name = sha256_hex(sha256_file_hex(graph) + version);
+  for (const std::string& part : {std::string(), std::string("/dlm-export"), "/" + name})
+    if (!is_private_folder(folder += part)) return "";
+  return folder;
+}
+
 // ONNX Runtime and CUDA may list devices in different orders, so devices are compared by their
 // addresses on the PCI bus.
 void add_plugin(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
-                const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options) {
+                const CudaDevice& device, const std::string& graph, OrtEnv* env,
+                OrtSessionOptions* options) {
   static std::mutex registering;  // ONNX Runtime refuses a second registration
   const std::lock_guard<std::mutex> lock(registering);
   std::vector<const OrtEpDevice*> devices = devices_of(api, env, provider);
@@ -142,9 +173,12 @@ void add_plugin(const ort::Api& api, const Provider& provider, const ProviderCho
         api.call<ort::GetKeyValue>(api.call<ort::HardwareGetMetadata>(hardware), "pci_bus_id");
     // Some systems do not report the address. Then the device must be the only one.
     if (address == nullptr ? devices.size() > 1 : !device.is_at(address)) continue;
+    const auto* const metadata = api.call<ort::ProviderDeviceGetMetadata>(each);
+    const std::string cache = kernel_cache(graph, api.call<ort::GetKeyValue>(metadata, "version"));
+    const char *const key = "nv_runtime_cache_path", *const value = cache.c_str();
     return check_added(api,
-                       api.call<ort::AppendProviderDevices>(options, env, &each, size_t{1}, nullptr,
-                                                            nullptr, size_t{0}),
+                       api.call<ort::AppendProviderDevices>(options, env, &each, size_t{1}, &key,
+                                                            &value, size_t{1}),
                        provider);
   }
   // Without this call, the next attempt could not register the library.
@@ -192,8 +226,9 @@ void check_provider_there(const ort::Api& api, const std::string& version,
 }
 
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
-                  const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options) {
-  if (is_plugin(provider)) return add_plugin(api, provider, choice, device, env, options);
+                  const CudaDevice& device, const std::string& graph, OrtEnv* env,
+                  OrtSessionOptions* options) {
+  if (is_plugin(provider)) return add_plugin(api, provider, choice, device, graph, env, options);
   if (is(provider, "cuda")) return add_cuda(api, choice, options);
   const Options given = {{"device_id", std::to_string(choice.device)}};
   add<ort::CreateTensorRtProviderOptions, ort::UpdateTensorRtProviderOptions,

@@ -30,9 +30,11 @@ void check_provider_there(const ort::Api& api, const std::string& version,
 // install.
 //
 // TensorRT-RTX is in a separate library. The function registers this library in `env`, unless
-// `env` knows the provider already. `device` is the device that `choice` names.
+// `env` knows the provider already. `device` is the device that `choice` names. `graph` is the path
+// of the graph file.
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
-                  const CudaDevice& device, OrtEnv* env, OrtSessionOptions* options);
+                  const CudaDevice& device, const std::string& graph, OrtEnv* env,
+                  OrtSessionOptions* options);
 
 // Lists the nodes of a session that the provider does not run, for example "12 of 95 nodes: 8
 // BitShift (unpack_0, ...), 4 Shape (...)". Does not list nodes that only compute sizes of tensors.
