@@ -19,6 +19,10 @@ tokens per pass and never stop early. Each contestant runs in a separate process
 - "J/token": the energy of the GPU per new token, if nvidia-ml-py can read it;
 - the memory: on a GPU, the process's GPU memory (nvidia-smi); on a CPU, its largest resident set;
 - "equal": the share of positions where eager PyTorch generated the same token.
+
+The file of --json also has ONNX Runtime's profile of a pass over a block, without CUDA graphs: the
+nodes and, if the wheel can observe the GPU, the kernels that take the most time. With --work, the
+complete profile stays in that folder.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ NATIVE = tuple(f"native-{precision}{end}" for precision in PRECISIONS for end in
 TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")  # in bf16
 PASSES = 20  # number of single passes of each size that are timed
 PASS_TOKENS = (4, 8, 32, 256)
+WARM_PASSES = 3  # single passes before the passes that are timed
+PROFILE_ROWS = 20
+FLOATS = {"tensor(float16)": 10, "tensor(bfloat16)": 16}  # the numbers of ONNX's data types
 
 
 class Contestant(NamedTuple):
@@ -96,7 +103,7 @@ def native(options: argparse.Namespace) -> Contestant:
 
     def time_passes(tokens: int, cached: int) -> list[float]:
         rows = min(tokens, options.block)
-        bundle.time_passes(tokens, cached, rows, 3)
+        bundle.time_passes(tokens, cached, rows, WARM_PASSES)
         return bundle.time_passes(tokens, cached, rows, PASSES)
 
     return Contestant(generate, time_passes, bundle.engine)
@@ -173,7 +180,7 @@ def in_torch(options: argparse.Namespace) -> Contestant:
     @torch.no_grad()
     def time_passes(tokens: int, cached: int) -> list[float]:
         device, seconds = options.device, []
-        ids = torch.arange(tokens, device=device)[None] % 1000
+        ids = torch.arange(tokens, device=device)[None] % 100
         positions = torch.arange(cached, cached + tokens, device=device)[None]
         past = None
         if cached:
@@ -191,12 +198,12 @@ def in_torch(options: argparse.Namespace) -> Contestant:
                 )
                 for layer in network.layers
             ]
-        for _ in range(3 + PASSES):
+        for _ in range(WARM_PASSES + PASSES):
             began = time.perf_counter()
             features, _ = denoiser.hidden(ids, positions, past, "float32", None)
             denoiser.project(features[0, : options.block]).float().softmax(-1).max(-1)[0].cpu()
             seconds.append(time.perf_counter() - began)
-        return seconds[3:]
+        return seconds[WARM_PASSES:]
 
     return Contestant(generate, time_passes, f"torch {torch.__version__}, bf16")
 
@@ -272,7 +279,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     if meter is None
                     else (meter.joules() - joules) / (options.rounds * batch * options.new),
                     "memory_bytes": memory_bytes(options.device),
-                    "canvas": canvas,
+                    "canvas": canvas[-options.new :],
                 }
             )
     return {
@@ -286,6 +293,67 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         "loops": loops,
         "floor_ms": floor_ms(options) if is_native else None,
+    }
+
+
+def profile(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the nodes and the kernels that take the most time in a pass over a block.
+
+    The keys are ONNX Runtime's categories. "Node" has the times by operator and provider. On a GPU,
+    this is only the time to start the kernels. "Kernel" has the times on the GPU by operator and
+    kernel.
+    """
+    import numpy as np
+    import onnxruntime as ort
+
+    from dlm_runtime.providers import load_libraries
+
+    settings, is_gpu = ort.SessionOptions(), options.device == "cuda"
+    settings.enable_profiling = True
+    settings.profile_file_prefix = str(options.bundle.parent / "profile")
+    settings.add_session_config_entry(
+        "ep.cuda.fpa_intb_gemm", "1"
+    )  # the native library sets it too
+    if is_gpu:
+        load_libraries()
+    provider = ("CUDAExecutionProvider", {"use_tf32": "0"}) if is_gpu else "CPUExecutionProvider"
+    graph = options.bundle / ("device.onnx" if is_gpu else "denoiser.onnx")
+    session = ort.InferenceSession(graph, settings, [provider])
+    block = min(options.block, options.new)
+    cached = options.prompt + options.new - block
+    sizes = {"B": 1, "T": block, "R": block, "S": cached, "C": cached}
+    binding = session.io_binding()
+    for port in session.get_inputs():
+        shape = [sizes.get(size, size) for size in port.shape]
+        if port.type in FLOATS:
+            value = ort.OrtValue.ortvalue_from_shape_and_type(
+                shape, FLOATS[port.type], options.device
+            )
+        else:
+            numbers = np.zeros if port.name.endswith("requests") else np.arange
+            value = ort.OrtValue.ortvalue_from_numpy(
+                numbers(shape[-1], dtype=np.int64).reshape(shape)
+            )
+        binding.bind_ortvalue_input(port.name, value)
+    for port in session.get_outputs():
+        binding.bind_output(port.name, options.device)
+    for _ in range(WARM_PASSES + PASSES):
+        session.run_with_iobinding(binding)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    began = sorted(event["ts"] for event in events if event["name"] == "model_run")[WARM_PASSES]
+    spent: dict[str, dict[tuple[str, str], float]] = {"Node": {}, "Kernel": {}}
+    for event in events:
+        category, name, more = event["cat"], event["name"], event.get("args", {})
+        is_work = category == "Kernel" or name.endswith("_kernel_time")
+        if category in spent and is_work and event["ts"] >= began:
+            key = (more.get("op_name", ""), more["provider"] if category == "Node" else name)
+            spent[category][key] = spent[category].get(key, 0) + event["dur"] / PASSES
+    return {
+        category: [
+            {"operator": operator, "by": by, "us_per_pass": round(duration, 1)}
+            for (operator, by), duration in sorted(found.items(), key=lambda item: -item[1])
+        ][:PROFILE_ROWS]
+        for category, found in spent.items()
     }
 
 
@@ -334,11 +402,11 @@ def build(work: Path, checkpoint: Path, contestant: str) -> Path:
 
 
 def ask(
-    options: argparse.Namespace, work: Path, checkpoint: Path, contestant: str
-) -> list[dict[str, Any]]:
-    """Run a contestant in a separate process, and return a row for each loop.
+    options: argparse.Namespace, work: Path, checkpoint: Path, contestant: str, *more: str
+) -> dict[str, Any]:
+    """Run a contestant in a separate process, and return what it prints.
 
-    If the contestant fails, the only row contains the reason instead of figures.
+    If the contestant fails, the result contains the reason instead.
     """
     command = [sys.executable, "-m", __spec__.name, "--contestant", contestant]
     command += ["--checkpoint", str(checkpoint), "--device", options.device]
@@ -347,16 +415,14 @@ def ask(
         command += ["--bundle", str(bundle)]
     for name in ("prompt", "new", "block", "tokens_per_pass", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    command += ["--batches", ",".join(map(str, options.batches))]
-    print("measure", contestant, file=sys.stderr, flush=True)
+    command += ["--batches", ",".join(map(str, options.batches)), *more]
+    print("measure", contestant, *more, file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr, flush=True)
         lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        return [{"contestant": contestant, "failed": lines[-1]}]
-    told = json.loads(done.stdout)
-    loops = told.pop("loops")
-    return [{**told, **loop, "canvas": loop["canvas"][-options.new :]} for loop in loops]
+        return {"contestant": contestant, "failed": lines[-1]}
+    return dict(json.loads(done.stdout))
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -443,6 +509,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--contestant", choices=[*NATIVE, *TORCH], help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--bundle", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -456,7 +523,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.contestant:
-        print(json.dumps(measure(options)))
+        print(json.dumps((profile if options.profile else measure)(options)))
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
@@ -476,11 +543,24 @@ def main() -> int:
             "request": request,
         }
         measured: list[dict[str, Any]] = []
-        for contestant in options.contestants:
-            measured += ask(options, work, checkpoint, contestant)
+        profiles: dict[str, dict[str, Any]] = {}
+
+        def save() -> list[dict[str, Any]]:
+            """Write the results so far, so that a run that is stopped early leaves them."""
             rows = compared(measured)
-            if options.json:  # a run that is stopped early leaves the results so far
-                options.json.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+            if options.json:
+                found = {**told, "rows": rows, "profiles": profiles}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+            return rows
+
+        for contestant in options.contestants:
+            answer = ask(options, work, checkpoint, contestant)
+            measured += [{**answer, **loop} for loop in answer.pop("loops", [{}])]
+            rows = save()
+        for contestant in options.contestants:
+            if contestant in NATIVE and not contestant.endswith(GRAPHS):
+                profiles[contestant] = ask(options, work, checkpoint, contestant, "--profile")
+                save()
     show(rows)
     return 1 if any("failed" in row for row in rows) else 0
 
