@@ -732,6 +732,9 @@ void test_tensorrt_plans(Tally& tally) {
   CHECK(why_not(engine, lean).find("--version-compatible") != std::string::npos);
   engine.is_version_compatible = true;
   CHECK(why_not(engine, lean).empty());
+  CHECK(why_not(engine, {120, "tensorrt", "10.16.1.11"}) ==
+        "built by tensorrt 10.14.1.48, the library here is tensorrt 10.16.1.11 (to run it, set "
+        "DLM_TENSORRT to a libnvinfer_lean of its version)");
   engine.prefill.cached = {0, 0, 0};
   CHECK(dlm::trt::limits_text(engine) ==
         "passes of 64..512 tokens that score up to 64 rows, and passes of 1..32 tokens over 0..512 "

@@ -26,8 +26,10 @@ inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
     return "built for SM " + built + ", this device is SM " + sm_text(platform.sm);
   }
   if (engine.builder != platform.builder || engine.version != platform.version) {
+    const bool is_helped = engine.is_version_compatible && engine.builder == platform.builder;
     return "built by " + engine.builder + " " + engine.version + ", the library here is " +
-           platform.builder + " " + platform.version;
+           platform.builder + " " + platform.version +
+           (is_helped ? " (to run it, set DLM_TENSORRT to a libnvinfer_lean of its version)" : "");
   }
   if (platform.is_lean && !engine.is_version_compatible)
     return "the library here is TensorRT's lean runtime (libnvinfer_lean), which only runs engines "
