@@ -90,7 +90,8 @@ def needed_bytes(job: Job) -> dict[str, int]:
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
     )
-    joined = together if job.computes_all_experts else 0
+    is_joined = network.joins_experts(job.request.form)
+    joined = together if is_joined else 0
     needs = {"write weights": max(matrices, joined) + 3 * _FP32 * PIECE * MOST_CORES}
     largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
     if recipe is not None and formats is not None and recipe.needs_states(formats):
@@ -106,7 +107,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )
-        of_block = 3 * _FP32 * (whole if job.computes_all_experts else largest)
+        of_block = 3 * _FP32 * (whole if is_joined else largest)
         needs["check parity"] = max(of_block, network.vocab_size * network.hidden_size + pass_bytes)
     if job.request.is_judged and network.draft_block is not None:
         # ONNX Runtime copies the weights of the graph that computes draft passes. The native

@@ -143,7 +143,7 @@ def quantise(
             scale_dtype,
             workplace,
             fewest_tokens=options.min_tokens_per_expert,
-            is_dense=job.computes_all_experts,
+            is_dense=source.network.joins_experts(job.request.form),
         )
     return Quantised(numbers, calibration, curve, tuned)
 

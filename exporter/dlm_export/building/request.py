@@ -14,7 +14,6 @@ import torch
 from dlm_calibration.precisions import FORMATS, HIGH, Recipe, RecipeError, abridged, for_experts
 from dlm_export import graph, memory, targets
 from dlm_export.building.options import BuildOptions
-from dlm_export.graph import experts
 from dlm_export.graph import quantise as operands
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
@@ -109,11 +108,6 @@ class Job:
     """
     notes: tuple[str, ...] = ()
     """Messages for the user about layers that do not get the requested format."""
-
-    @property
-    def computes_all_experts(self) -> bool:
-        """True if the graph computes all experts for every token."""
-        return experts.computes_all(self.source.network, self.request.form)
 
     @property
     def cache_dtype(self) -> str:

@@ -142,10 +142,10 @@ def _solving(job: Job) -> str:
 
     Settings that also affect the calibration states are not included.
     """
-    options = job.request.options.quantise
+    options, network = job.request.options.quantise, job.source.network
     form = (
-        [options.min_tokens_per_expert, job.computes_all_experts]
-        if job.source.network.mixtures()
+        [options.min_tokens_per_expert, network.joins_experts(job.request.form)]
+        if network.mixtures()
         else []
     )
     recipe = None if job.request.recipe is None else job.request.recipe.as_dict()

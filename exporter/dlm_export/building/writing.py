@@ -111,7 +111,8 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
-        if job.computes_all_experts:
+        is_joined = source.network.joins_experts(request.form)
+        if is_joined:
             stacks = experts.spread(traced.model, source.network)
         if request.on_gpu:
             updates.select_rows(traced.model)
@@ -133,7 +134,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
             )
         read = _quantised_reader(numbers, parts)
     formats = None if quantised is None else quantised.numbers.formats
-    if request.form == "cuda" and not job.computes_all_experts and source.network.mixtures():
+    if request.form == "cuda" and not is_joined and source.network.mixtures():
         for form in filter(None, (traced, device)):
             stacks = cuda_experts.replace_mixtures(form, formats or {})
     if device is not None and request.form == "cuda":

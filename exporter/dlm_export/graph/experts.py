@@ -63,14 +63,6 @@ def function_of(name: str) -> str | None:
     return function if function in FUNCTIONS else None
 
 
-def computes_all(network: NetworkSpec, form: str) -> bool:
-    """Return whether a graph for the engine ``form`` computes all experts for every token.
-
-    ``form`` is a ``quantise.Form``.
-    """
-    return form == "tensorrt" or (form == "cuda" and not network.suits_moe)
-
-
 def mixtures(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, Mixture]]:
     """For each mixture of experts in a traced graph, yield its node and its three stacks.
 

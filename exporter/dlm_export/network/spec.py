@@ -575,6 +575,13 @@ class NetworkSpec:
             for spec in mixtures
         )
 
+    def joins_experts(self, form: str) -> bool:
+        """Return whether a graph with quantised experts joins the matrices of all experts.
+
+        Such a graph computes all experts for every token. ``form`` is a ``graph.quantise.Form``.
+        """
+        return form == "tensorrt" or (form == "cuda" and not self.suits_moe)
+
     def slow_on_cuda(self, layer: LinearSpec, chosen: LayerFormat) -> str | None:
         """See ``LayerFormat.slow_on_cuda``. QMoE has fast kernels for experts in all formats."""
         if layer.is_stacked and self.suits_moe:

@@ -29,7 +29,6 @@ from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
 from dlm_export.families.base import table_type
-from dlm_export.graph import experts
 from dlm_export.graph.quantise import Form, misfit
 from dlm_export.judging.accuracy.masked import all_masked, compare_masked
 from dlm_export.judging.accuracy.verdict import AccuracyError
@@ -211,7 +210,7 @@ def search(
             on_done,
             workplace=here,
             fewest_tokens=fewest_tokens,
-            is_dense=experts.computes_all(source.network, form),
+            is_dense=source.network.joins_experts(form),
         )
     found = sensitivity.losses(
         source.parameters,
