@@ -305,19 +305,16 @@ def _told(
 
 def _check_device_memory(job: Job) -> None:
     """Raise EngineError if the memory of a target is known and too small."""
-    request, network = job.request, job.source.network
-    block_length = job.source.presets[job.source.default_preset].block_length
-    limits = estimate.limits_of(
-        network.max_canvas_length, block_length, request.options.engine or EngineOptions()
-    )
-    costs = roofline.Costs(network, job.formats or {}, graph.PRECISIONS[job.base])
+    request, network, formats = job.request, job.source.network, job.formats or {}
+    weights = roofline.Costs(network, formats, graph.PRECISIONS[job.base]).weight_bytes
+    limits, used = engine_limits(job), set(formats.values())
     for target in request.targets:
-        builder = request.builders.get(target.name)
-        estimate.check_memory(
-            network,
-            target,
-            costs.weight_bytes,
-            limits,
-            on_host=builder is not None,
-            has_gpu=builder is None or builder.has_gpu,
-        )
+        on_host = target.name in request.builders
+        estimate.check_memory(network, target, weights, limits, used, on_host=on_host)
+
+
+def engine_limits(job: Job) -> estimate.Limits:
+    """Return the largest passes of the job's engines. Raises EngineError."""
+    block_length = job.source.presets[job.source.default_preset].block_length
+    options = job.request.options.engine or EngineOptions()
+    return estimate.limits_of(job.source.network.max_canvas_length, block_length, options)

@@ -266,7 +266,9 @@ def memory_bytes(
     the kernels.
     """
     weights = costs_of(shape, precision).weight_bytes
-    found = estimate(shape.network, weights, Limits(canvas, block_length))
+    found = estimate(
+        shape.network, weights, Limits(canvas, block_length), all_experts=target.is_gpu
+    )
     # The size of the logits does not depend on ``element_bytes``, because logits are always in
     # fp32.
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes

@@ -31,15 +31,12 @@ LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
 DENSE_EXPERTS = 16
-"""The maximum number of experts per layer in a graph for GPUs.
-
-The limit exists because a graph for GPUs computes all experts for every token.
-"""
+"""The maximum number of experts per layer in a graph for ONNX Runtime's CUDA provider."""
 
 
 def refusal(network: NetworkSpec, target: Target) -> str | None:
     """Explain why no bundle of a network can be built for a target. ``None`` if it can."""
-    if not target.is_gpu:
+    if target.provider != "cuda":
         return None
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:

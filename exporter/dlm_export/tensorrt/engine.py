@@ -55,17 +55,23 @@ class Built:
     """The result of building an engine.
 
     ``entry`` is the engine's record for ``loop.engines`` in the manifest, and ``audit`` is the
-    engine's record for ``audits``. ``seconds`` is the duration of the build.
+    engine's record for ``audits``. ``seconds`` is the duration of the build, and ``host_bytes`` is
+    the host memory that it was estimated to need.
     """
 
     target: str
     entry: dict[str, Any]
     audit: dict[str, Any]
     seconds: float
+    host_bytes: int
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return self.entry | {"audit": self.audit, "seconds": self.seconds}
+        return self.entry | {
+            "audit": self.audit,
+            "seconds": self.seconds,
+            "host_bytes": self.host_bytes,
+        }
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
@@ -148,9 +154,8 @@ def build_engine(
     limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
     weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
-    found = check_memory(
-        denoiser, target, expected_bytes, limits, on_host=True, has_gpu=builder.has_gpu
-    )
+    formats = manifest["precision"].get("layers", {}).values()
+    found = check_memory(denoiser, target, expected_bytes, limits, formats, on_host=True)
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)
@@ -165,7 +170,8 @@ def build_engine(
         denoiser.quantisable(), loop["graph"]["cache_dtype"]
     )
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, loop, builder, limits, options)
+    workspace = options.workspace_bytes or found.workspace
+    config = _make_config(trt, trt_builder, loop, builder, limits, workspace, options.timing_cache)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(
@@ -214,6 +220,7 @@ def build_engine(
         entry | {"seal": seal(entry)},
         audited,
         round(time.perf_counter() - began, 3),
+        found.host,
         logger.shown,
     )
 
@@ -309,7 +316,9 @@ def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "no reason was given"
     if "OutOfMemory" in reasons:
-        reasons += ". Without a GPU the builder has little room for constants: use a shorter --canvas, or build on the device"
+        reasons += (
+            ". A pass needs more scratch memory: use a larger --workspace, or a shorter --canvas"
+        )
     raise BuilderError(f"{what}: {reasons[:4000]}")
 
 
@@ -319,11 +328,12 @@ def _make_config(
     loop: Mapping[str, Any],
     builder: Builder,
     limits: Limits,
-    options: EngineOptions,
+    workspace: int,
+    timing_cache: Path | None,
 ) -> Any:
     ports = loop["graph"]["ports"]
     config = trt_builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if builder.kind == RTX.name:
         config.num_compute_capabilities = len(builder.sms)
         for i, sm in enumerate(builder.sms):
@@ -331,8 +341,7 @@ def _make_config(
     else:
         # The engine inspector reports types only with this setting.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if options.timing_cache is not None:
-        path = options.timing_cache
+    if (path := timing_cache) is not None:
         known = read_bytes(path, TIMINGS_LIMIT_BYTES, BuilderError) if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
     for ranges in limits.profiles().values():
