@@ -74,7 +74,8 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(
     assert (out / "device.onnx").is_file()
     assert not (out / "engines").exists()
     tensorrt = (
-        "TensorRT 10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)"
+        "TensorRT 10.14 or later, 11 or later for experts in fp16 or bf16 "
+        "(with 10.13 of JetPack 7.0, a bundle built with --plain-graph)"
     )
     words = (
         "No engine for thor yet; its build needs about 1.0 GiB of host memory. "

@@ -28,6 +28,8 @@ LEAST_SM = {"fp16": 75, "bf16": 80}
 
 TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 """
+MOE_SM = (100, 103, 110)
+"""The SMs on which IMoELayer runs. NVIDIA's documentation of TensorRT 11 lists them."""
 TENSORRT_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 # The CUDA provider has fast kernels for INT4 in groups of 32 only.
 CUDA_ALIASES = {"int8": "int8-weight", "int4": "int4-g32"}
@@ -111,6 +113,11 @@ class Target:
         A board with JetPack 6.1 or 6.2 has TensorRT 10.3, whose parser does not know these operators.
         """
         return self.sm == 87
+
+    @property
+    def has_moe_layer(self) -> bool:
+        """True if TensorRT's MoE layer runs on this device."""
+        return self.sm in MOE_SM
 
     def missing(self, formats: Iterable[str]) -> list[str]:
         """Return the formats that the target does not support, sorted and without duplicates."""

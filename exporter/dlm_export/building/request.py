@@ -19,7 +19,7 @@ from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
-from dlm_export.planning.shapes import refusal
+from dlm_export.planning.shapes import computes_all_experts, refusal
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -307,10 +307,20 @@ def _check_device_memory(job: Job) -> None:
     """Raise EngineError if the memory of a target is known and too small."""
     request, network, formats = job.request, job.source.network, job.formats or {}
     weights = roofline.Costs(network, formats, graph.PRECISIONS[job.base]).weight_bytes
-    limits, used = engine_limits(job), set(formats.values())
+    limits, used, joins = engine_limits(job), set(formats.values()), joins_experts(job, formats)
     for target in request.targets:
         on_host = target.name in request.builders
-        estimate.check_memory(network, target, weights, limits, used, on_host=on_host)
+        estimate.check_memory(
+            network, target, weights, limits, used, on_host=on_host, all_experts=joins
+        )
+
+
+def joins_experts(job: Job, formats: Mapping[str, str]) -> bool:
+    """Return whether the bundle's graphs compute all experts of a layer for every token."""
+    request = job.request
+    return computes_all_experts(
+        job.source.network, request.targets, formats, is_plain=request.is_plain
+    )
 
 
 def engine_limits(job: Job) -> estimate.Limits:

@@ -48,6 +48,31 @@ def refusal(network: NetworkSpec, target: Target) -> str | None:
     return None
 
 
+def computes_all_experts(
+    network: NetworkSpec,
+    targets: Sequence[Target],
+    formats: Mapping[str, str],
+    *,
+    is_plain: bool = False,
+) -> bool:
+    """Return whether a bundle's graph computes all experts of a layer for every token.
+
+    All other graphs compute only the chosen experts: graphs for CPUs, and graphs with TensorRT's MoE
+    layer. The layer supports silu only. NVIDIA does not document how to quantise its weights.
+    ``formats`` contains the formats of quantised layers. ``is_plain`` is true for graphs of
+    elementary operators.
+    """
+    if not targets[0].is_gpu:
+        return False
+    if is_plain or not all(target.has_moe_layer for target in targets):
+        return True
+    stacks = [stack.path for mixture in network.mixtures() for stack in mixture]
+    mixtures = [layer.mlp for layer in network.layers if isinstance(layer.mlp, ExpertsSpec)]
+    return any(formats.get(path, HIGH) != HIGH for path in stacks) or any(
+        mixture.activation != "silu" for mixture in mixtures
+    )
+
+
 class ShapeError(DlmError):
     """Raised if no plan can be made for a denoiser of the requested size."""
 

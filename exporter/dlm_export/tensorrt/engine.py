@@ -21,6 +21,7 @@ from typing import Any
 
 from dlm_export.bundle.manifest import network_of
 from dlm_export.engines import RTX, TENSORRT
+from dlm_export.graph import MOE_LAYER
 from dlm_export.outputs import replaced
 from dlm_export.progress import Progress, Silent
 from dlm_export.signals import handled_by
@@ -117,6 +118,17 @@ def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
         )
+    if has_moe_layer(folder, manifest) and not target.has_moe_layer:
+        raise EngineError(
+            f"{folder}: its graph contains TensorRT's MoE layer, which {target.name} does not run. "
+            f"Build a bundle with --target {target.name}."
+        )
+
+
+def has_moe_layer(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the bundle's device graph contains TensorRT's MoE layer."""
+    graph = folder / manifest["loop"]["graph"]["device_file"]
+    return MOE_LAYER.encode() in graph.read_bytes()
 
 
 def build_engine(
@@ -155,7 +167,15 @@ def build_engine(
     weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
     formats = manifest["precision"].get("layers", {}).values()
-    found = check_memory(denoiser, target, expected_bytes, limits, formats, on_host=True)
+    found = check_memory(
+        denoiser,
+        target,
+        expected_bytes,
+        limits,
+        formats,
+        on_host=True,
+        all_experts=not has_moe_layer(folder, manifest),
+    )
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)

@@ -184,6 +184,7 @@ def check_memory(
     formats: Collection[str] = (),
     *,
     on_host: bool,
+    all_experts: bool = True,
 ) -> Estimate:
     """Estimate the memory, and check that this much memory is available.
 
@@ -191,12 +192,12 @@ def check_memory(
     BuilderError if this machine has too little memory to build the engine. Both error messages
     state the needed bytes and the available bytes.
     """
-    found = estimate(network, weights_bytes, limits, formats)
+    found = estimate(network, weights_bytes, limits, formats, all_experts=all_experts)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
         raise EngineError(
             f"{target.name} has {_gb(target.memory_bytes)}, and a canvas of {limits.canvas} tokens in blocks of {limits.block} "
             f"needs {_gb(found.device)} (weights {_gb(found.weights)}, cache {_gb(found.cache)}, passes {_gb(found.passes)}). "
-            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits)}"
+            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits, all_experts)}"
         )
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
@@ -207,14 +208,14 @@ def check_memory(
     return found
 
 
-def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits) -> str:
+def _what_fits(
+    network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits, all_experts: bool
+) -> str:
     low, high = 0, limits.canvas  # invariant: the longest canvas that fits is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if (
-            estimate(network, weights_bytes, Limits(middle, min(limits.block, middle))).device
-            <= memory
-        ):
+        shorter = Limits(middle, min(limits.block, middle))
+        if estimate(network, weights_bytes, shorter, all_experts=all_experts).device <= memory:
             low = middle
         else:
             high = middle
