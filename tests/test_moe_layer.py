@@ -6,6 +6,7 @@ TRT_MoE (docs/TRT_custom_ops.md of onnx-tensorrt), and TensorRT-RTX's parser rea
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import diffusion_gemma_config, llada2_config, llada_moe_config, write_checkpoint
+from checkpoints import (
+    diffusion_gemma_config,
+    llada2_config,
+    llada_moe_config,
+    write_checkpoint,
+    write_headers,
+)
 from engine_bundles import dlm_export, gpu_bundle, read_manifest, refused
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from reference_ops import GatherElements
 
 from dlm_export import families
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Overrides
+from dlm_export.planning.roofline import Costs
 from dlm_export.planning.shapes import computes_all_experts
 from dlm_export.sources import open_source
 from dlm_export.targets import find
@@ -133,3 +143,27 @@ def test_a_graph_with_the_layer_is_refused_for_other_devices(checkpoint: Path) -
     says = ["contains TensorRT's MoE layer, which rtx5090 does not run", "--target rtx5090"]
     refused(dlm_export("engine", bundle, "--target", "rtx5090"), 2, says)
     assert list(read_manifest(bundle)["targets"]) == ["thor", "b200"]
+
+
+def test_plan_counts_all_experts_or_the_chosen_ones(tmp_path: Path) -> None:
+    write_headers(tmp_path, llada_moe_config(num_experts=64, num_experts_per_tok=2))
+    arguments = ("plan", tmp_path, "--targets", "thor,h100", "--precisions", "fp16,fp8", "--json")
+    told = json.loads(dlm_export(*arguments).stdout)
+    found = {(row["target"], row["precision"]): row["all_experts"] for row in told["predictions"]}
+    assert found == {
+        ("thor", "fp16"): False,
+        ("thor", "fp8"): True,
+        ("h100", "fp16"): True,
+        ("h100", "fp8"): True,
+    }
+    said = dlm_export(*arguments[:-1]).stdout
+    assert said.count("Computes all experts of a layer for every token: fp8\n") == 1
+    assert "Computes all experts of a layer for every token: fp16, fp8" in said
+    costs = Costs(families.read_network(Checkpoint(tmp_path), Overrides()), {}, 2)
+    chosen, every = (costs.work(1, 0, 0, all_experts=is_all) for is_all in (False, True))
+    stacks = 2 * 3 * 64 * 64 * 64  # of two layers, in elements
+    assert every.macs["layers.full"] - chosen.macs["layers.full"] == stacks * 62 // 64
+    assert every.weight_bytes - chosen.weight_bytes == 2 * stacks * 62 // 64
+    # 4096 tokens choose every expert anyway.
+    chosen, every = (costs.work(4096, 0, 0, all_experts=is_all) for is_all in (False, True))
+    assert chosen.weight_bytes == every.weight_bytes

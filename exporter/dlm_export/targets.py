@@ -124,7 +124,8 @@ class Target:
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"precisions": list(self.precisions)}
+        more = {"precisions": list(self.precisions), "has_moe_layer": self.has_moe_layer}
+        return asdict(self) | more
 
     def why_not(self, name: str) -> str | None:
         """Return the reason why a format or a full precision does not run on this target.
