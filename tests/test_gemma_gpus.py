@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from checkpoints import diffusion_gemma_config, write_checkpoint
@@ -134,6 +135,21 @@ def test_a_build_is_compared_with_torch_and_its_engine_is_audited(
     assert manifest["loop"]["engines"]["rtx5090"]["profiles"]["block"]["tokens"] == [1, 32, 32]
     with dlm_runtime.open(report.output, engine="none") as opened:
         assert set(opened.manifest["loop"]["engines"]) == {"rtx5090"}
+
+
+def test_heads_that_are_too_wide_for_one_kernel_are_built_with_several(tmp_path: Path) -> None:
+    """The full layers of the released DiffusionGemma have heads of 512 features."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    wide = {"2": {"head_dim": 512, "num_key_value_heads": 1}}
+    config = diffusion_gemma_config(per_layer_config=wide, max_position_embeddings=256)
+    source = write_checkpoint(tmp_path / "checkpoint", config)
+    bundle = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
+    assert set(read_manifest(bundle)["loop"]["engines"]) == {"rtx5090"}
+    for name, marked in (("device.onnx", [False, False, True]), ("denoiser.onnx", [False] * 3)):
+        graph = onnx.load(bundle / name, load_external_data=False).graph
+        nodes = [node for node in graph.node if node.op_type == "Attention"]
+        marks = ["TRT_decomposable" in {each.name for each in node.attribute} for node in nodes]
+        assert marks == marked, name
 
 
 def test_more_experts_than_a_graph_for_cuda_computes_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from dlm_export.graph import (
     tied_table,
     trace,
     updates,
+    wide_heads,
     widen,
     write,
 )
@@ -140,6 +141,8 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         if chooses_rows(job):
             row_choice.choose_rows(device)
         cuda.check_operators(device)
+    if device is not None and request.form == "tensorrt":
+        wide_heads.let_decompose(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
     if not request.on_gpu and job.base == "fp32":
