@@ -173,6 +173,12 @@ def test_the_estimate_counts_weights_cache_and_logits() -> None:
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
     assert found.device > found.weights + found.cache + found.passes
     assert found.host > found.weights == 16 * GIB
+    hosts = [
+        estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32), formats).host
+        for formats in (["fp8"], ["nvfp4", "fp8"], ["int4-g64"])
+    ]
+    assert hosts == sorted(set(hosts))
+    assert hosts[0] == found.host
 
 
 def test_the_estimate_counts_masks_and_the_features_of_all_experts() -> None:

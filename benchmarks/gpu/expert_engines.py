@@ -5,7 +5,7 @@
 The layers have the released widths, heads and experts, and random weights. The vocabulary has 1024
 tokens. TensorRT-RTX builds the engines, without a GPU. The table shows the seconds and the highest
 anonymous memory of ``dlm-export engine``, and the size of the engine. The last columns are for all
-layers: the size of the engine times the number of layers, and the host memory that ``dlm-export
+layers: the size of the engine, the memory (both extrapolated), and the memory that ``dlm-export
 build`` estimates.
 """
 
@@ -65,6 +65,8 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 """The configuration of each model, and its number of layers."""
 BUNDLES = {"int4": ("rtx4090", "rtx5090"), "fp8": ("rtx4090",), "nvfp4": ("rtx5090",)}
 """The targets of the bundle in each precision."""
+FURTHER = {"int4": 2.7, "fp8": 1.7, "nvfp4": 2.15}
+"""Bytes of memory for each further byte of weights (docs/benchmarks/gpus.md)."""
 
 
 def measure(model: str, layers: int) -> list[list[str]]:
@@ -91,7 +93,9 @@ def measure(model: str, layers: int) -> list[list[str]]:
             entry = json.loads(text)["engines"][target]
             size = (bundle / entry["file"]).stat().st_size / 1e9
             memory = spent["peak_anonymous_bytes"] / 1e9
-            numbers = (memory, size, size * every / layers, estimated)
+            all_layers = size * every / layers
+            further = FURTHER[precision] * (all_layers - size)
+            numbers = (memory, size, all_layers, memory + further, estimated)
             cells = [f"{number:.2f}" for number in (entry["seconds"], *numbers)]
             rows.append([model, precision, target, str(layers), *cells])
             print(rows[-1], flush=True)
@@ -105,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for model in options.models.split(",") for row in measure(model, options.layers)]
     head = ["model", "precision", "device", "layers", "s", "GB of memory", "GB of engine"]
-    whole = ["GB of engine, all layers", "GB of memory, estimated"]
+    whole = ["GB of engine, all layers", "GB of memory, all layers", "estimated"]
     print(machine()["processor"])
     print(table([*head, *whole], rows))
 

@@ -1,8 +1,8 @@
 """Lets TensorRT compute attention with wide heads.
 
-TensorRT computes each Attention node with one fused kernel, and fails if it has none. With
-TensorRT-RTX 1.7.1, heads of 256 features can be built, and heads of 288 features cannot. The
-attribute ``TRT_decomposable`` of TensorRT's parser allows several kernels instead.
+TensorRT computes each Attention node with one fused kernel. If it has no such kernel, the build
+fails. With TensorRT-RTX 1.7.1, heads of 256 features can be built, and heads of 288 features cannot.
+The attribute ``TRT_decomposable`` of TensorRT's parser allows several kernels instead.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlm_calibration.precisions import FORMATS, HIGH
+from dlm_calibration.precisions import FORMATS
 from dlm_export.memory import available_memory_bytes
 from dlm_export.network.spec import ExpertsSpec, LayerSpec, NetworkSpec
 from dlm_export.targets import Target
@@ -16,7 +16,7 @@ LEAST_WORKSPACE_BYTES = 1 << 30
 # Host memory of a build: a constant, plus a factor times the size of the weights. The factor depends
 # on the number format of the weights. Measured in docs/benchmarks/gpus.md.
 HOST_OVERHEAD_BYTES = 1 << 30
-HOST_FACTORS = {None: 1.75, "fp8": 1.25, "int8": 2.5, "nvfp4": 2.25, "int4": 2.75}
+HOST_FACTORS = {None: 1.75, "int8": 1.75, "fp8": 1.75, "nvfp4": 2.25, "int4": 3.0}
 # Device memory for CUDA's context, for kernels, and for the builder's temporary data.
 DEVICE_OVERHEAD_BYTES = 768 << 20
 
@@ -152,8 +152,9 @@ def estimate(
     if network.conditioning is not None:
         passes += (canvas + rows) * network.hidden_size * 4 + rows * network.vocab_size * 6
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
-    factors = [HOST_FACTORS[FORMATS[name].weights] for name in {HIGH, *formats}]
-    host = int(max(factors) * weights_bytes) + HOST_OVERHEAD_BYTES
+    numbers = {FORMATS[name].weights for name in formats} - {None} or {None}
+    factor = max(HOST_FACTORS[number] for number in numbers)
+    host = int(factor * weights_bytes) + HOST_OVERHEAD_BYTES
     return Estimate(weights_bytes, cache, passes, device, host)
 
 
