@@ -252,6 +252,12 @@ def test_the_inspectors_types_bear_out_a_format_or_are_named(
     assert audit.inspector_table(report, {"blocks.0.k": expected})["blocks.0.k"] == found
 
 
+def test_the_inspectors_moe_layer_is_the_layer_of_three_stacks() -> None:
+    moe = _layer([], "Half", "Half") | {"Metadata": "[ONNX Layer: blocks.0.mlp.experts/TRT_MoE]"}
+    asked = {f"blocks.0.mlp.experts.{role}": "fp8" for role in ("gate", "up", "down")}
+    assert audit.inspector_table(_report(moe), asked) == dict.fromkeys(asked, "Half")
+
+
 @pytest.mark.parametrize(
     "report", ["", "{", "[]", "null", '{"Layers": ["gemm", "kgen"]}', "{}", '{"Layers": {}}']
 )

@@ -197,7 +197,9 @@ def test_bundles_equal_torch_layer_by_layer(family: str, precision: str, tmp_pat
         element = onnx.TensorProto.BFLOAT16 if precision == "int4" else onnx.TensorProto.FLOAT16
         (scales, *_) = (one for one in graph.initializer if one.name.endswith("fc1_scales"))
         assert scales.data_type == element
-        assert "fast kernels on CUDA" in dlm_export("inspect", out).stdout
+        told = dlm_export("inspect", out).stdout
+        assert "fast kernels on CUDA" in told
+        assert "a pass computes the chosen experts of a layer" in told
 
 
 def test_a_wrong_expert_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

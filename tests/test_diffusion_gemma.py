@@ -194,8 +194,8 @@ def test_a_release_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> 
     assert told["parameters"] == sum(math.prod(shape) for shape in shapes)
     assert told["network"]["layers"][5]["attention"]["head_size"] == 512
     done = CliRunner().invoke(main, ["plan", str(tmp_path), "--targets", "h100", "--json"])
-    assert done.exit_code == 2
-    assert "layer 0 routes a token to 8 of 128 experts" in done.output
+    assert done.exit_code == 0, done.output
+    assert {row["target"] for row in json.loads(done.output)["predictions"]} == {"h100"}
 
 
 def _invoke(*arguments: object) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import sdar_config, write_checkpoint
 from conftest import DEMO_CHECKPOINT as DEMO
 from engine_bundles import contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 from dlm_export import targets
 from dlm_export.bundle.manifest import network_of
+from dlm_export.network.spec import ExpertsSpec
 from dlm_export.planning.shapes import scaled_shape
 from dlm_export.sources import open_source
 from dlm_export.tensorrt import builders, bundled, estimate
@@ -180,31 +180,33 @@ def test_the_estimate_counts_weights_cache_and_logits() -> None:
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
     assert found.device > found.weights + found.cache + found.passes
     assert found.host > found.weights == 16 * GIB
-
-
-def test_a_mask_that_the_builder_cannot_allocate_is_refused_before_any_work(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorRT-RTX failed on it after calibration: OutOfMemory, with 19 GB of free memory."""
-    checkpoint = write_checkpoint(tmp_path / "sdar", sdar_config(max_position_embeddings=32768))
-    monkeypatch.setattr(
-        builders, "find_builder", lambda *_: builders.Builder("tensorrt_rtx", _Untouched(), (120,))
-    )
-    monkeypatch.setattr(builders, "device_sm", lambda: None)
-    build = ("build", checkpoint, "--target", "rtx5090", "--precision", "fp16", "-o", out)
-    said = [
-        "without a GPU",
-        "a canvas of 32768 tokens",
-        "take 1.07 GB",
-        "Pass a --canvas below 32768",
+    hosts = [
+        estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32), formats).host
+        for formats in (["fp8"], ["nvfp4", "fp8"], ["int4-g64"])
     ]
-    refused(dlm_export(*build), 1, said)
-    _nothing_left(out)
-    network = open_source(checkpoint).network
-    target, limits = targets.find("rtx5090"), Limits(32767, 32)
-    estimate.check_memory(network, target, 1 << 20, limits, on_host=True, has_gpu=False)
-    # A pass over the whole canvas needs the mask on the device too.
-    assert estimate.estimate(network, 1 << 20, limits).passes > 3 * 32767**2
+    assert hosts == sorted(set(hosts))
+    assert hosts[0] == found.host
+
+
+def test_the_estimate_counts_masks_and_the_features_of_all_experts() -> None:
+    limits = Limits(4096, 32)
+    layer = LARGE.layers[0]
+    mixture = replace(LARGE, layers=(replace(layer, mlp=ExpertsSpec(128, 8, 768)),))
+    masked = replace(layer.attention, visibility="block", block_length=32)
+    plain, experts, masks = (
+        estimate.estimate(network, GIB, limits).passes
+        for network in (
+            replace(LARGE, layers=(layer,)),
+            mixture,
+            replace(LARGE, layers=(replace(layer, attention=masked),)),
+        )
+    )
+    # gate, up and their product, in 2 bytes
+    assert experts - plain == 4096 * 3 * 2 * (128 * 768 - layer.mlp.size)
+    assert masks - plain == 3 * 4096**2
+    chosen = estimate.estimate(mixture, GIB, limits, all_experts=False).passes
+    assert experts - chosen == 4096 * 3 * 2 * (128 - 8) * 768
+    assert estimate.estimate(mixture, GIB, limits).workspace == experts > GIB
 
 
 def _with_memory(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from checkpoints import diffusion_gemma_config, write_checkpoint
-from engine_bundles import SMALL, check_audits, dlm_export, gpu_bundle, read_manifest, refused
+from engine_bundles import SMALL, check_audits, dlm_export, gpu_bundle, read_manifest
 from test_gemma_quantised import write_calm
 
 import dlm_runtime
@@ -31,7 +32,7 @@ CACHED = 20
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gemma") / "checkpoint"
-    return write_checkpoint(path, diffusion_gemma_config(), seed=3)
+    return write_checkpoint(path, diffusion_gemma_config(num_experts=24), seed=3)
 
 
 def feed(source: Path, *, is_draft: bool, is_short: bool = False) -> dict[str, np.ndarray]:
@@ -136,13 +137,19 @@ def test_a_build_is_compared_with_torch_and_its_engine_is_audited(
         assert set(opened.manifest["loop"]["engines"]) == {"rtx5090"}
 
 
-def test_more_experts_than_a_gpu_computes_are_refused(tmp_path: Path) -> None:
-    many = write_checkpoint(tmp_path / "checkpoint", diffusion_gemma_config(num_experts=17))
-    out = tmp_path / "bundle"
-    for precision in ("fp16", "fp8"):
-        given = ("build", many, "--target", "rtx5090", "--precision", precision, "-o", out)
-        refused(dlm_export(*given), 2, ["layer 0 routes a token to 3 of 17 experts", "16 experts"])
-    assert not out.exists()
+def test_heads_that_are_too_wide_for_one_kernel_are_built_with_several(tmp_path: Path) -> None:
+    """The full layers of the released DiffusionGemma have heads of 512 features."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    wide = {"2": {"head_dim": 512, "num_key_value_heads": 1}}
+    config = diffusion_gemma_config(per_layer_config=wide, max_position_embeddings=256)
+    source = write_checkpoint(tmp_path / "checkpoint", config)
+    bundle = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
+    assert set(read_manifest(bundle)["loop"]["engines"]) == {"rtx5090"}
+    for name, marked in (("device.onnx", [False, False, True]), ("denoiser.onnx", [False] * 3)):
+        graph = onnx.load(bundle / name, load_external_data=False).graph
+        nodes = [node for node in graph.node if node.op_type == "Attention"]
+        marks = ["TRT_decomposable" in {each.name for each in node.attribute} for node in nodes]
+        assert marks == marked, name
 
 
 def test_plan_predicts_gpus_without_windows(checkpoint: Path) -> None:

@@ -403,32 +403,6 @@ def test_the_memory_for_judging_includes_the_graph(
 # ---- What is rejected ----
 
 
-def test_plan_lists_what_build_accepts(tmp_path: Path) -> None:
-    """A GPU does not compute layers with more than 16 experts."""
-    checkpoint = write_calm(tmp_path, num_experts=17)
-    told = invoke("plan", checkpoint, "--targets", "cpu,rtx5090", "--json")
-    assert told.exit_code == 0, told.output
-    plan = json.loads(told.stdout)
-    assert {row["target"] for row in plan["predictions"]} == {"cpu"}
-    assert {"fp32", "int8", "int4"} <= {
-        name for row in plan["predictions"] for name in (row["precision"], *row["same_as"])
-    }
-    reasons = set(plan["left_out"]["rtx5090"].values())
-    (reason,) = reasons
-    for precision in ("fp16", "fp8", "nvfp4"):
-        assert precision in plan["left_out"]["rtx5090"]
-        refused = invoke(
-            *("build", checkpoint, "--target", "rtx5090", "--precision", precision),
-            *("-o", tmp_path / "bundle"),
-        )
-        assert refused.exit_code == 2
-        assert reason in refused.stderr
-        refused = invoke("plan", checkpoint, "--targets", "rtx5090", "--precisions", precision)
-        assert refused.exit_code == 2
-        assert f"target rtx5090: {reason}. Plan for cpu." in refused.stderr
-    assert all(set(growth["lines"]) == {"cpu"} for growth in plan["growth"])
-
-
 def test_the_embedding_table_stays_in_full_precision(checkpoint: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('embedding = "int8"\n\n[layers]\n"*" = "int8-dynamic"\n')

@@ -439,6 +439,24 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
         assert layers["blocks.1.attention.q"] == attention
 
 
+def test_a_pass_of_many_experts_fits_into_the_builders_workspace(tmp_path: Path) -> None:
+    """With 1 GiB, TensorRT-RTX fails with "OutOfMemory"."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    config = llada_moe_config(
+        num_experts=128,
+        expert_intermediate_size=384,
+        num_hidden_layers=1,
+        moe_layer_freq=[1],
+        max_position_embeddings=4096,
+    )
+    path = write_checkpoint(tmp_path / "checkpoint", config)
+    without_checks = BuildOptions(("rtx5090",), "fp16", engine=EngineOptions(), check_parity=False)
+    report = build(path, tmp_path / "bundle", without_checks)
+    (engine,) = report.engines
+    assert engine.audit["layers"]["blocks.0.mlp.experts.down"] == "float16"
+    assert engine.audit["layers"].keys() >= {"blocks.0.mlp.router", "blocks.0.mlp.experts.gate"}
+
+
 def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
     """A bundle stores the experts' weights as panels. Reading the bundle must give the original
     matrices, so that it can be quantised.

@@ -12,7 +12,7 @@ from dlm_export.building import work
 from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.proving import Proof, prove
 from dlm_export.building.quantising import Quantised, quantise
-from dlm_export.building.request import Job, check_job, check_request
+from dlm_export.building.request import Job, check_job, check_request, engine_limits
 from dlm_export.building.writing import (
     Text,
     Written,
@@ -40,6 +40,7 @@ from dlm_export.quantising import experts
 from dlm_export.sources import Source, open_source
 from dlm_export.tensorrt import builders, engine
 from dlm_export.tensorrt.engine import Built
+from dlm_export.tensorrt.estimate import estimate
 
 __all__ = ["BuildOptions", "BuildReport", "QuantiseOptions", "build", "build_from"]
 
@@ -79,6 +80,8 @@ class BuildReport:
     engines: list[Built]
     deferred: dict[str, str]
     """Maps each target without an engine to the command that builds its engine on the device."""
+    engine_host_bytes: int | None
+    """The estimated host memory for building an engine. ``None`` if the bundle needs no engine."""
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +105,7 @@ class BuildReport:
             "tuning": None if self.tuning is None else self.tuning.as_dict(),
             "engines": {built.target: built.as_dict() for built in self.engines},
             "deferred_engines": self.deferred,
+            "engine_host_bytes": self.engine_host_bytes,
         }
 
 
@@ -319,6 +323,11 @@ def _report(
         for target in request.targets
         if target.engine_kinds and target.name not in request.builders
     ]
+    host_bytes = None
+    if request.form == "tensorrt":
+        weights_bytes = (output / f"{manifest['loop']['graph']['file']}.data").stat().st_size
+        formats = manifest["precision"].get("layers", {}).values()
+        host_bytes = estimate(job.source.network, weights_bytes, engine_limits(job), formats).host
     return BuildReport(
         output=output,
         network=job.source.network,
@@ -340,5 +349,6 @@ def _report(
         tuning=None if quantised is None else quantised.tuning,
         engines=engines,
         deferred={target.name: builders.deferred_command(output, target) for target in elsewhere},
+        engine_host_bytes=host_bytes,
         warnings=warnings,
     )

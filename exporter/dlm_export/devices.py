@@ -215,6 +215,7 @@ RTX_SM = (75, 80, 86, 89, 120, 121)
 # (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
 # JetPack 7. On Orin, JetPack 6.0 has TensorRT 8.6, which cannot parse our graphs, JetPack 6.1 and 6.2
 # have TensorRT 10.3, and JetPack 7.2 has TensorRT 10.16.
+_MOE = "11 or later for experts in fp16 or bf16"
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
@@ -222,9 +223,9 @@ TENSORRT_BY_SM = {
     87: "10.3 (JetPack 6.1 and 6.2), 10.16 (JetPack 7.2)",
     89: "10.14 or later",
     90: "10.14 or later",
-    100: "10.14 or later",
-    103: "10.14 or later",
-    110: "10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)",
+    100: f"10.14 or later, {_MOE}",
+    103: f"10.14 or later, {_MOE}",
+    110: f"10.14 or later, {_MOE} (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)",
     120: "10.14 or later",
     121: "10.14 or later",
 }

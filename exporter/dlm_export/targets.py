@@ -28,6 +28,8 @@ LEAST_SM = {"fp16": 75, "bf16": 80}
 
 TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 """
+MOE_SM = (100, 103, 110)
+"""The SMs on which IMoELayer runs. NVIDIA's documentation of TensorRT 11 lists them."""
 TENSORRT_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 # The CUDA provider has fast kernels for INT4 in groups of 32 only.
 CUDA_ALIASES = {"int8": "int8-weight", "int4": "int4-g32"}
@@ -112,12 +114,18 @@ class Target:
         """
         return self.sm == 87
 
+    @property
+    def has_moe_layer(self) -> bool:
+        """True if TensorRT's MoE layer runs on this device."""
+        return self.sm in MOE_SM
+
     def missing(self, formats: Iterable[str]) -> list[str]:
         """Return the formats that the target does not support, sorted and without duplicates."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"precisions": list(self.precisions)}
+        more = {"precisions": list(self.precisions), "has_moe_layer": self.has_moe_layer}
+        return asdict(self) | more
 
     def why_not(self, name: str) -> str | None:
         """Return the reason why a format or a full precision does not run on this target.

@@ -19,7 +19,7 @@ from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
-from dlm_export.planning.shapes import refusal
+from dlm_export.planning.shapes import computes_all_experts
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -188,9 +188,6 @@ def check_job(request: Request, source: Source) -> Job:
     Raises a DlmError, such as RecipeError, if the build is impossible.
     """
     options, network = request.options, source.network
-    for target in request.targets:
-        if (reason := refusal(network, target)) is not None:
-            raise TargetError(f"target {target.name}: {reason}. Build for cpu.")
     preset, _ = samples.threshold_preset(
         network, source.presets, options.quantise.calibration.preset
     )
@@ -305,19 +302,26 @@ def _told(
 
 def _check_device_memory(job: Job) -> None:
     """Raise EngineError if the memory of a target is known and too small."""
-    request, network = job.request, job.source.network
-    block_length = job.source.presets[job.source.default_preset].block_length
-    limits = estimate.limits_of(
-        network.max_canvas_length, block_length, request.options.engine or EngineOptions()
-    )
-    costs = roofline.Costs(network, job.formats or {}, graph.PRECISIONS[job.base])
+    request, network, formats = job.request, job.source.network, job.formats or {}
+    weights = roofline.Costs(network, formats, graph.PRECISIONS[job.base]).weight_bytes
+    limits, used, joins = engine_limits(job), set(formats.values()), joins_experts(job, formats)
     for target in request.targets:
-        builder = request.builders.get(target.name)
+        on_host = target.name in request.builders
         estimate.check_memory(
-            network,
-            target,
-            costs.weight_bytes,
-            limits,
-            on_host=builder is not None,
-            has_gpu=builder is None or builder.has_gpu,
+            network, target, weights, limits, used, on_host=on_host, all_experts=joins
         )
+
+
+def joins_experts(job: Job, formats: Mapping[str, str]) -> bool:
+    """Return whether the bundle's graphs compute all experts of a layer for every token."""
+    request = job.request
+    return computes_all_experts(
+        job.source.network, request.targets, formats, is_plain=request.is_plain
+    )
+
+
+def engine_limits(job: Job) -> estimate.Limits:
+    """Return the largest passes of the job's engines. Raises EngineError."""
+    block_length = job.source.presets[job.source.default_preset].block_length
+    options = job.request.options.engine or EngineOptions()
+    return estimate.limits_of(job.source.network.max_canvas_length, block_length, options)

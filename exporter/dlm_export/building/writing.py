@@ -16,7 +16,7 @@ from dlm_calibration.pieces import Lazy
 from dlm_calibration.precision_rounding import FP16, FP32, QuantisedWeight
 from dlm_calibration.precisions import HIGH
 from dlm_export.building.quantising import Quantised
-from dlm_export.building.request import Job
+from dlm_export.building.request import Job, joins_experts
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Parameters, later, table_type
 from dlm_export.graph import (
@@ -30,6 +30,7 @@ from dlm_export.graph import (
     tied_table,
     trace,
     updates,
+    wide_heads,
     widen,
     write,
 )
@@ -111,13 +112,16 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
-        is_joined = source.network.joins_experts(request.form)
+        formats = {} if quantised is None else quantised.numbers.formats
+        is_joined = joins_experts(job, formats)
         if is_joined:
             stacks = experts.spread(traced.model, source.network)
+            taps |= find_taps(traced)  # add the inputs and outputs of stacked experts
         if request.on_gpu:
             updates.select_rows(traced.model)
-            taps |= find_taps(traced)  # add the inputs and outputs of stacked experts
         device = traced.clone() if request.on_gpu else None
+        if device is not None and not is_joined and request.form == "tensorrt":
+            experts.call_moe_layer(device.model, source.network)
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)
     if quantised is not None:
@@ -133,19 +137,20 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
                 is_shared=device is not None,
             )
         read = _quantised_reader(numbers, parts)
-    formats = None if quantised is None else quantised.numbers.formats
     if request.form == "cuda" and not is_joined and source.network.mixtures():
         for form in filter(None, (traced, device)):
-            stacks = cuda_experts.replace_mixtures(form, formats or {})
+            stacks = cuda_experts.replace_mixtures(form, formats)
     if device is not None and request.form == "cuda":
         tied_table.multiply_transposed(device)
         row_choice.choose_rows(device)
         cuda.check_operators(device)
+    if device is not None and request.form == "tensorrt":
+        wide_heads.let_decompose(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
     if not request.on_gpu and job.base == "fp32":
         amax = {} if quantised is None else quantised.numbers.amax
-        stacks = experts.lay_out(traced.model, source.network, formats or {}, amax)
+        stacks = experts.lay_out(traced.model, source.network, formats, amax)
     if stacks:
         read = _expert_reader(read, job, quantised, stacks)
     if not request.on_gpu:

@@ -223,9 +223,11 @@ def print_build(report: BuildReport) -> None:
     for built in report.engines:
         print_engine(built, report.files_bytes[built.entry["file"]])
     for target, later in report.deferred.items():
-        tensorrt = find(target).tensorrt
+        assert report.engine_host_bytes is not None
+        tensorrt, needed = find(target).tensorrt, format_bytes(report.engine_host_bytes)
         click.echo(
-            f"No engine for {target} yet. Where it can be built (`dlm-export targets`), by TensorRT {tensorrt}: {later}"
+            f"No engine for {target} yet; its build needs about {needed} of host memory. "
+            f"Where it can be built (`dlm-export targets`), by TensorRT {tensorrt}: {later}"
         )
     for warning in report.warnings:
         warn(warning)
@@ -296,7 +298,10 @@ def print_engine(built: Built, size: int) -> None:
     ]
     sms = ", ".join(sm_text(sm) for sm in entry["sm"])
     what = f"{entry['file']}: {format_bytes(size)}, {entry['builder']} {entry['version']}, SM {sms}, {built.seconds:.1f} s"
-    click.echo(f"{what}, needs about {format_bytes(audit['device_bytes'])} on the device")
+    click.echo(
+        f"{what}, needs about {format_bytes(audit['device_bytes'])} on the device, and its build "
+        f"{format_bytes(built.host_bytes)} of host memory"
+    )
     print_table("Profiles: min, opt, max", ["", "tokens", "cached", "rows"], profiles)
     held = Counter((block_left_out(layer), name) for layer, name in audit["layers"].items())
     rows = [[layer, name, str(count)] for (layer, name), count in held.items()]

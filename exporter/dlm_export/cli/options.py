@@ -348,7 +348,7 @@ machine_group = group(
 ENGINE_OPTIONS = (
     number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),
     number("--block", "Longest pass with a cache, in tokens.  [default: the loop's]"),
-    number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
+    number("--workspace", "Scratch memory of a pass in MiB.  [default: as needed]"),
     file("--timing-cache", "File with TensorRT's timings; it is read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
     flag("--version-compatible", default=None, help="Build for TensorRT's lean runtime, too."),

@@ -314,6 +314,8 @@ def print_targets(
         ).append(target.name)
     for way, names in ways.items():
         click.echo(f"  {', '.join(names)}: {way}")
+    moe = ", ".join(target.name for target in targets if target.has_moe_layer)
+    click.echo(f"Experts in fp16 and bf16 use TensorRT's MoE layer on {moe}")
     for target in targets:
         if target.note:
             click.echo(f"Note on {target.name}: {target.note}")
@@ -485,6 +487,9 @@ def _print_predictions(
         ],
         rows,
     )
+    joined = dict.fromkeys(each.precision for each in predictions if each.all_experts)
+    if joined:
+        click.echo(f"Computes all experts of a layer for every token: {', '.join(joined)}")
     if any(each.fits is False for each in predictions):
         click.echo(f"!: more than the memory of {target}")
     if any(each.fits is None for each in predictions):

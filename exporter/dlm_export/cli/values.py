@@ -255,14 +255,12 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
 
 def engine_options(values: dict[str, Any]) -> EngineOptions:
     """Turn the values of ``ENGINE_OPTIONS`` into ``EngineOptions``."""
-    from dlm_export.tensorrt.estimate import WORKSPACE_BYTES, EngineOptions
+    from dlm_export.tensorrt.estimate import EngineOptions
 
     return EngineOptions(
         canvas=values["canvas"],
         block=values["block"],
-        workspace_bytes=WORKSPACE_BYTES
-        if values["workspace"] is None
-        else values["workspace"] << 20,
+        workspace_bytes=None if values["workspace"] is None else values["workspace"] << 20,
         timing_cache=values["timing_cache"],
         allow_fallback=bool(values["allow_fallback"]),
         builder=values["builder"],

@@ -210,7 +210,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
         entry["bytes"] for name, entry in manifest["files"].items() if name.endswith(".data")
     )
     block = loop["presets"][loop["default_preset"]]["block_length"]
-    found = estimate(network, weights, limits_of(network.max_canvas_length, block, EngineOptions()))
+    limits = limits_of(network.max_canvas_length, block, EngineOptions())
+    found = estimate(network, weights, limits, all_experts="device_file" in graph)
     if "device_file" in graph:
         return found
     held = weights

@@ -59,6 +59,8 @@ PLAIN_OPSET = 21
 # score "margin" is the difference between the probabilities of the two most likely tokens.
 TOP_K = 2
 MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime defines
+TRT_DOMAIN = "trt"  # domain of operators that only TensorRT's parser defines
+MOE_LAYER = "TRT_MoE"  # the operator for TensorRT's MoE layer
 # Node metadata stores the module path under this key, for example blocks.3.mlp.down.
 LAYER_KEY = "dlm_export.layer"
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"

@@ -9,6 +9,7 @@ Each matrix has ``K`` inputs and ``N`` outputs.
   INT4. FP8 and NVFP4 are simulated with fp32 operators.
 - For ONNX Runtime's CUDA provider, ``cuda_experts`` replaces the node with an operator that computes
   only the chosen experts, if the provider has one.
+- For TensorRT on devices with a MoE layer, ``call_moe_layer`` replaces the node with this layer.
 - For other GPUs, ``spread`` replaces the node with one wide gated MLP that computes all experts.
 """
 
@@ -25,13 +26,14 @@ import onnx_ir as ir
 from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.precision_rounding import activation_scale
 from dlm_calibration.precisions import FORMATS, HIGH
-from dlm_export.graph import LAYER_KEY, operators
+from dlm_export.graph import LAYER_KEY, MOE_LAYER, TRT_DOMAIN, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import FUNCTIONS, GELU, MIXTURES, RANGES
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
 Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
+_SILU = 1  # the attribute ``activation_type`` of TRT_MoE
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,29 @@ def _all_experts(model: ir.Model, before: ir.Node, stacks: Mixture, dtype: ir.Da
     by_expert = op("Reshape", hidden, ints(0, 0, gate.count, gate.outputs))
     weighed = op("Mul", by_expert, op("Unsqueeze", shares, ints(-1)))
     return product(op("Reshape", weighed, ints(0, 0, gate.count * gate.outputs)), down)
+
+
+def call_moe_layer(model: ir.Model, network: NetworkSpec) -> None:
+    """Replace every mixture of the graph with ``TRT_MoE``, which computes the chosen experts.
+
+    TensorRT's parser turns this operator into IMoELayer. The operator is documented in
+    docs/TRT_custom_ops.md of onnx-tensorrt. It multiplies by the routing weights after the down
+    projection. Its indices are int32, and its stacks have the shapes of the traced mixture.
+    """
+    for node, _ in mixtures(model, network):
+        x, chosen, weights, *stacks = node.inputs
+        assert x is not None
+        assert x.dtype is not None
+        made: dict[str, Any] = {"metadata_props": {LAYER_KEY: node.metadata_props[LAYER_KEY]}}
+        indices = ir.node("Cast", [chosen], {"to": ir.DataType.INT32}, **made)
+        scores = ir.node("Cast", [weights], {"to": x.dtype}, **made)
+        inputs = [x, indices.outputs[0], scores.outputs[0], *stacks]
+        moe = ir.node(MOE_LAYER, inputs, {"activation_type": _SILU}, domain=TRT_DOMAIN, **made)
+        for new in (indices, scores, moe):
+            model.graph.insert_before(node, new)
+        replace(model.graph, node, moe.outputs[0])
+        model.graph.opset_imports[TRT_DOMAIN] = 1
+    model.graph.opset_imports.pop(DOMAIN, None)  # no node calls the traced mixture any more
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:

@@ -50,7 +50,7 @@ import onnx_ir as ir
 from dlm_calibration.precision_rounding import E2M1_VALUES, activation_scale
 from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
-from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, operators
+from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, TRT_DOMAIN, experts, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.operators import FP8_TIED_HEAD
@@ -59,7 +59,6 @@ from dlm_export.graph.taps import weight_of
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
 
-TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
 
 Form = Literal["cpu", "tensorrt", "cuda"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from dlm_export.planning.measured import Measured
 from dlm_export.planning.predict import Request, block_length_for, default_policy, predict
-from dlm_export.planning.shapes import Shape, precisions_of, refusal, scaled_shape
+from dlm_export.planning.shapes import Shape, precisions_of, scaled_shape
 from dlm_export.targets import Target
 from dlm_runtime import Policy
 
@@ -59,10 +59,8 @@ def growth_of(
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
     the times of some precisions, the function ignores all other precisions, because their
-    uncorrected times are lower limits and would look too fast. Targets for which no bundle of the
-    denoiser can be built are left out.
+    uncorrected times are lower limits and would look too fast.
     """
-    targets = [target for target in targets if refusal(shape.network, target) is None]
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]
     least = request.new_tokens + max(1, request.reused_tokens)

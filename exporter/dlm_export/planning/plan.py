@@ -28,7 +28,7 @@ from dlm_export.planning.predict import (
 )
 from dlm_export.planning.predicted_passes import check_policy, list_passes
 from dlm_export.planning.roofline import cache_bytes_by_type
-from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_gpus
+from dlm_export.planning.shapes import Shape, precisions_of, shape_on_gpus
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime import Policy
 from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
@@ -242,9 +242,6 @@ def make_plan(
                 for precision in found
                 for policy in policies[shape.name]
             ]
-    reasons = [refusal(shape.network, target) for shape in shapes for target in targets]
-    if reasons and all(reasons):
-        raise PlanError(f"target {targets[0].name}: {reasons[0]}. Plan for cpu.")
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(

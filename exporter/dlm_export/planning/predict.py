@@ -33,7 +33,7 @@ from dlm_export.planning.roofline import (
     Work,
     limit_s,
 )
-from dlm_export.planning.shapes import Precision, Shape, shape_on_gpus
+from dlm_export.planning.shapes import Precision, Shape, computes_all_experts, shape_on_gpus
 from dlm_export.targets import Target
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
 from dlm_runtime import Policy
@@ -160,6 +160,7 @@ class Prediction:
       unknown.
     - ``missing``: names of the target's bandwidth or rates that are needed but unknown. If a value
       is missing, all times are unknown.
+    - ``all_experts``: true if the bundle computes all experts of a layer for every token.
     - ``full_pass``: a pass over the whole canvas.
     - ``block_pass``: a pass over one block that computes the logits of all positions in the block.
     - ``first_tokens_ms``: the time of all passes up to the first pass that commits tokens.
@@ -177,6 +178,7 @@ class Prediction:
     fits: bool | None
     missing: tuple[str, ...]
     is_calibrated: bool
+    all_experts: bool
     full_pass: PassTime
     block_pass: PassTime
     first_tokens_ms: float | None
@@ -235,9 +237,18 @@ def costs_of(shape: Shape, precision: Precision) -> Costs:
     return Costs(shape.network, dict(precision.layers), precision.element_bytes, table_bytes)
 
 
+def _all_experts(shape: Shape, precision: Precision, target: Target) -> bool:
+    return computes_all_experts(
+        shape.network, [target], dict(precision.layers), is_plain=target.needs_plain_graph
+    )
+
+
 @functools.lru_cache(maxsize=1 << 16)
-def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Work:
-    return costs_of(shape, precision).work(made.tokens, made.cached, made.rows, batch)
+def _work(
+    shape: Shape, precision: Precision, made: PassSize, batch: int, all_experts: bool = False
+) -> Work:
+    costs = costs_of(shape, precision)
+    return costs.work(made.tokens, made.cached, made.rows, batch, all_experts=all_experts)
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
@@ -266,7 +277,12 @@ def memory_bytes(
     the kernels.
     """
     weights = costs_of(shape, precision).weight_bytes
-    found = estimate(shape.network, weights, Limits(canvas, block_length))
+    found = estimate(
+        shape.network,
+        weights,
+        Limits(canvas, block_length),
+        all_experts=_all_experts(shape, precision, target),
+    )
     # The size of the logits does not depend on ``element_bytes``, because logits are always in
     # fp32.
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes
@@ -300,7 +316,11 @@ def predict(
 
     loop = loop_for(policy, shape.network, request)
     canvases = request.batch * loop.canvases
+    all_experts = _all_experts(shape, precision, target)
     block_length = block_length_for(policy, shape.network, request.new_tokens)
+
+    def work_of(made: PassSize) -> Work:
+        return _work(shape, precision, made, canvases, all_experts)
 
     def time_of(made: PassSize) -> PassTime:
         ratio = (
@@ -308,7 +328,7 @@ def predict(
             if measured is not None and is_calibrated
             else 1.0
         )
-        return pass_time(_work(shape, precision, made, canvases), rates, made, ratio)
+        return pass_time(work_of(made), rates, made, ratio)
 
     def time_of_all(passes: Iterable[PassSize]) -> float:
         counted = Counter(passes)
@@ -324,7 +344,7 @@ def predict(
         else target.memory_bytes
     )
     fits = None if available is None else memory <= available
-    missing = missing_figures(target, rates, _work(shape, precision, full_pass.made, canvases))
+    missing = missing_figures(target, rates, work_of(full_pass.made))
     speeds, first_ms = [], None
     for per_pass in request.tokens_per_pass if fits is not False and not missing else ():
         passes = list_passes(request.prompt_tokens, request.new_tokens, per_pass, loop)
@@ -348,6 +368,7 @@ def predict(
         fits,
         missing,
         is_calibrated,
+        all_experts and bool(shape.network.mixtures()),
         full_pass,
         block_pass,
         first_ms,

@@ -162,12 +162,20 @@ class Costs:
         return self.weight_bytes + self.element_bytes * elements + 4 * c.vocab_size
 
     def work(
-        self, tokens: int, cached: int, rows: int, batch: int = 1, *, cache_dtype: str | None = None
+        self,
+        tokens: int,
+        cached: int,
+        rows: int,
+        batch: int = 1,
+        *,
+        cache_dtype: str | None = None,
+        all_experts: bool = False,
     ) -> Work:
         """Count the work of a pass over ``batch`` canvases.
 
-        A pass reads only the experts that the router chooses. The function counts the expected
-        number of these experts, and assumes that all experts are equally likely.
+        A pass reads only the experts that the router chooses, unless ``all_experts`` is true. The
+        function counts the expected number of these experts, and assumes that all experts are
+        equally likely.
 
         Args:
             tokens: Number of tokens that the pass computes, per canvas.
@@ -175,6 +183,7 @@ class Costs:
             rows: Number of rows of logits that the pass computes, per canvas.
             batch: Number of canvases.
             cache_dtype: The cache's type, as in the manifest.
+            all_experts: Count all experts of a layer for every token.
         """
         network = self.network
         looked_up = batch * tokens * self._held_table_bytes // network.vocab_size
@@ -184,10 +193,11 @@ class Costs:
             scored = batch * (rows if kind.part == HEAD else tokens)
             if scored == 0:
                 continue
-            reached = kind.experts * (1 - (1 - kind.share) ** scored)
+            share = 1.0 if all_experts else kind.share
+            reached = kind.experts * (1 - (1 - share) ** scored)
             weight_bytes += kind.number * round(reached * kind.expert_bytes)
             macs[f"{kind.part}.{kind.arithmetic}"] += (
-                kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
+                kind.number * round(scored * kind.experts * share) * kind.expert_macs
             )
         # Attention computes two products: of queries and keys, and of attention weights and values.
         # Every token attends to all cached tokens and all tokens of the pass. A layer with a window

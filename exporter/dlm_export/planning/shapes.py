@@ -30,25 +30,29 @@ from dlm_runtime.presets import presets_for
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
-DENSE_EXPERTS = 16
-"""The maximum number of experts per layer in a graph for GPUs.
+def computes_all_experts(
+    network: NetworkSpec,
+    targets: Sequence[Target],
+    formats: Mapping[str, str],
+    *,
+    is_plain: bool = False,
+) -> bool:
+    """Return whether a bundle's graph computes all experts of a layer for every token.
 
-The limit exists because a graph for GPUs computes all experts for every token.
-"""
-
-
-def refusal(network: NetworkSpec, target: Target) -> str | None:
-    """Explain why no bundle of a network can be built for a target. ``None`` if it can."""
-    if target.sm is None:
-        return None
-    for i, layer in enumerate(network.layers):
-        if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
-            return (
-                f"layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} experts. A GPU's graph has no operator "
-                "for that and computes all of them for every token, which is limited to "
-                f"{DENSE_EXPERTS} experts"
-            )
-    return None
+    All other graphs compute only the chosen experts: graphs for CPUs, graphs with ONNX Runtime's
+    operators for experts, and graphs with TensorRT's MoE layer. The layer supports silu only, and
+    NVIDIA does not document how to quantise its weights. ``formats`` contains the formats of
+    quantised layers. ``is_plain`` is true for graphs of elementary operators.
+    """
+    if targets[0].sm is None:
+        return network.joins_experts(targets[0].provider)
+    if is_plain or not all(target.has_moe_layer for target in targets):
+        return True
+    stacks = [stack.path for mixture in network.mixtures() for stack in mixture]
+    mixtures = [layer.mlp for layer in network.layers if isinstance(layer.mlp, ExpertsSpec)]
+    return any(formats.get(path, HIGH) != HIGH for path in stacks) or any(
+        mixture.activation != "silu" for mixture in mixtures
+    )
 
 
 class ShapeError(DlmError):
@@ -220,9 +224,6 @@ def precisions_of(
     left_out: dict[str, str] = {}
     every_name = [name for name in target.precisions if name not in (AUTO, STORED)]
     asked = every_name if names is None else names
-    reason = refusal(shape.network, target)
-    if reason is not None:
-        return [], dict.fromkeys(asked, reason)
     every = list(shape.network.quantisable())
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlm_calibration.precisions import FORMATS, HIGH
+from dlm_export.graph import MOE_LAYER
+from dlm_export.network.spec import STACKS
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.precision import NUMBER_FORMATS
 
@@ -138,6 +140,12 @@ def network_table(network: Any) -> dict[str, str]:
     table: dict[str, str] = {}
     for layer in parsed.layers:
         path, _, operator = layer.name.partition("/")
+        if _kind(layer) == "MOE":
+            weights = range(3, 3 + len(STACKS))  # inputs of IMoELayer
+            table |= {
+                f"{path}.{role}": FULL.get(held := _dtype(layer.get_input(i)), held.lower())
+                for role, i in zip(STACKS, weights, strict=True)
+            }
         if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
             continue
         made = parsed.source(layer.get_input(1))
@@ -239,6 +247,8 @@ def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, 
 def _paths(layer: Mapping[str, Any]) -> Iterator[str]:
     text = f"{layer.get('Name', '')} {layer.get('Metadata', '')}"
     yield from dict.fromkeys(re.findall(rf"([A-Za-z][\w.]*)/{MATMUL}\b", text))
+    for path in dict.fromkeys(re.findall(rf"([A-Za-z][\w.]*)/{MOE_LAYER}\b", text)):
+        yield from (f"{path}.{role}" for role in STACKS)
 
 
 def _input_types(layer: Mapping[str, Any]) -> Iterator[str]:

@@ -29,11 +29,6 @@ class Builder:
     module: ModuleType
     sms: tuple[int, ...]
 
-    @property
-    def has_gpu(self) -> bool:
-        """False if TensorRT-RTX builds engines without a GPU."""
-        return self.kind != RTX.name or device_sm() is not None
-
 
 def deferred_command(folder: Path, target: Target) -> str:
     """Return the command that builds the engine on the device."""

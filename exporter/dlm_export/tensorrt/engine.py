@@ -21,6 +21,7 @@ from typing import Any
 
 from dlm_export.bundle.manifest import network_of
 from dlm_export.engines import RTX, TENSORRT
+from dlm_export.graph import MOE_LAYER
 from dlm_export.outputs import replaced
 from dlm_export.progress import Progress, Silent
 from dlm_export.signals import handled_by
@@ -55,17 +56,23 @@ class Built:
     """The result of building an engine.
 
     ``entry`` is the engine's record for ``loop.engines`` in the manifest, and ``audit`` is the
-    engine's record for ``audits``. ``seconds`` is the duration of the build.
+    engine's record for ``audits``. ``seconds`` is the duration of the build, and ``host_bytes`` is
+    the host memory that it was estimated to need.
     """
 
     target: str
     entry: dict[str, Any]
     audit: dict[str, Any]
     seconds: float
+    host_bytes: int
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return self.entry | {"audit": self.audit, "seconds": self.seconds}
+        return self.entry | {
+            "audit": self.audit,
+            "seconds": self.seconds,
+            "host_bytes": self.host_bytes,
+        }
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
@@ -111,6 +118,17 @@ def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
         )
+    if has_moe_layer(folder, manifest) and not target.has_moe_layer:
+        raise EngineError(
+            f"{folder}: its graph contains TensorRT's MoE layer, which {target.name} does not run. "
+            f"Build a bundle with --target {target.name}."
+        )
+
+
+def has_moe_layer(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the bundle's device graph contains TensorRT's MoE layer."""
+    graph = folder / manifest["loop"]["graph"]["device_file"]
+    return MOE_LAYER.encode() in graph.read_bytes()
 
 
 def build_engine(
@@ -148,8 +166,15 @@ def build_engine(
     limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
     weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
+    formats = manifest["precision"].get("layers", {}).values()
     found = check_memory(
-        denoiser, target, expected_bytes, limits, on_host=True, has_gpu=builder.has_gpu
+        denoiser,
+        target,
+        expected_bytes,
+        limits,
+        formats,
+        on_host=True,
+        all_experts=not has_moe_layer(folder, manifest),
     )
     began = time.perf_counter()
     trt = builder.module
@@ -165,7 +190,8 @@ def build_engine(
         denoiser.quantisable(), loop["graph"]["cache_dtype"]
     )
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, loop, builder, limits, options)
+    workspace = options.workspace_bytes or found.workspace
+    config = _make_config(trt, trt_builder, loop, builder, limits, workspace, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(
@@ -216,6 +242,7 @@ def build_engine(
         entry | {"seal": seal(entry)},
         audited,
         round(time.perf_counter() - began, 3),
+        found.host,
         logger.shown,
     )
 
@@ -311,7 +338,9 @@ def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "no reason was given"
     if "OutOfMemory" in reasons:
-        reasons += ". Without a GPU the builder has little room for constants: use a shorter --canvas, or build on the device"
+        reasons += (
+            ". A pass needs more scratch memory: use a larger --workspace, or a shorter --canvas"
+        )
     raise BuilderError(f"{what}: {reasons[:4000]}")
 
 
@@ -321,11 +350,12 @@ def _make_config(
     loop: Mapping[str, Any],
     builder: Builder,
     limits: Limits,
+    workspace: int,
     options: EngineOptions,
 ) -> Any:
     ports = loop["graph"]["ports"]
     config = trt_builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if builder.kind == RTX.name:
         config.num_compute_capabilities = len(builder.sms)
         for i, sm in enumerate(builder.sms):

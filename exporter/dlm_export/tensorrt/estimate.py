@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlm_calibration.precisions import FORMATS
 from dlm_export.memory import available_memory_bytes
-from dlm_export.network.spec import LayerSpec, MlpSpec, NetworkSpec
+from dlm_export.network.spec import ExpertsSpec, LayerSpec, NetworkSpec
 from dlm_export.targets import Target
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORKSPACE_BYTES = 1 << 30
-# Host memory of a build: a constant, plus a factor times the size of the weights. See
-# BENCHMARKS.md.
-HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5
+LEAST_WORKSPACE_BYTES = 1 << 30
+# Host memory of a build: a constant, plus a factor times the size of the weights. The factor depends
+# on the number format of the weights. Measured in docs/benchmarks/gpus.md.
+HOST_OVERHEAD_BYTES = 1 << 30
+HOST_FACTORS = {None: 1.75, "int8": 1.75, "fp8": 1.75, "nvfp4": 2.25, "int4": 3.0}
 # Device memory for CUDA's context, for kernels, and for the builder's temporary data.
 DEVICE_OVERHEAD_BYTES = 768 << 20
-# Without a GPU, TensorRT-RTX 1.7.1 cannot allocate an attention mask of this size, however much
-# memory the host has. It fails after the graph was calibrated and written, with "OutOfMemory
-# (Requested size was 1085296000 bytes)" for a canvas of 32,768 tokens.
-MASK_LIMIT_BYTES = 1 << 30
 
 
 class EngineError(DlmError):
@@ -43,7 +41,8 @@ class EngineOptions:
     """How an engine is built.
 
     ``canvas`` is the length of the longest canvas in tokens. ``block`` is the length of the longest
-    pass with a cache, in tokens. If a value is ``None``, the bundle's setting is used.
+    pass with a cache, in tokens. If a value is ``None``, the bundle's setting is used. If
+    ``workspace_bytes`` is ``None``, the workspace has ``Estimate.workspace`` bytes.
 
     A ``version_compatible`` engine can run in TensorRT's lean runtime, which has no builder. The
     engine file does not contain this runtime, because a program that loads it from the file runs
@@ -53,7 +52,7 @@ class EngineOptions:
 
     canvas: int | None = None
     block: int | None = None
-    workspace_bytes: int = WORKSPACE_BYTES
+    workspace_bytes: int | None = None
     timing_cache: Path | None = None
     allow_fallback: bool = False
     builder: str | None = None
@@ -106,6 +105,15 @@ class Estimate:
     device: int
     host: int
 
+    @property
+    def workspace(self) -> int:
+        """The least workspace for building the engine.
+
+        TensorRT compiles a pass as one layer, whose intermediate results are in the workspace. If
+        they do not fit, the build fails with "OutOfMemory".
+        """
+        return max(LEAST_WORKSPACE_BYTES, self.passes)
+
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
     """Return an engine's limits for a canvas of ``longest`` and a block of ``block_length`` tokens.
@@ -121,28 +129,39 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
     return Limits(canvas, min(block, canvas))
 
 
-def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
+def estimate(
+    network: NetworkSpec,
+    weights_bytes: int,
+    limits: Limits,
+    formats: Collection[str] = (),
+    *,
+    all_experts: bool = True,
+) -> Estimate:
     """Estimate memory in bytes with these formulas.
 
     The cache contains the keys and values of the whole canvas, with 2 bytes per element. The cache
     is counted twice, because a pass takes one copy as input and writes a second copy. A pass needs
     the activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP,
-    and their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
-    sorted copy. With self-conditioning, it needs the fp32 embeddings of all tokens, and for each
+    and their product. A layer with experts has the features of all experts, or only those of a
+    token's experts if ``all_experts`` is false. For each scored row, a pass also needs fp32 logits,
+    fp32 probabilities and a sorted copy. With self-conditioning, it needs the fp32 embeddings of all tokens, and for each
     scored row, an fp32 embedding and probabilities in fp32 and in 2 bytes. With visible blocks or
-    windows, a pass also needs the attention masks, as booleans and in 2 bytes.
+    windows, a pass also needs the attention masks, as booleans and in 2 bytes. ``formats`` contains
+    the formats of quantised layers. The one that needs the most host memory counts for all weights.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
-    width = 4 * network.hidden_size + max(_inner_width(layer) for layer in network.layers)
+    widths = [_inner_width(layer, all_experts=all_experts) for layer in network.layers]
+    width = 4 * network.hidden_size + max(widths)
     passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
     passes += 3 * mask_bytes(network, canvas)
     if network.conditioning is not None:
         passes += (canvas + rows) * network.hidden_size * 4 + rows * network.vocab_size * 6
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
-    return Estimate(
-        weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES
-    )
+    numbers = {FORMATS[name].weights for name in formats} - {None} or {None}
+    factor = max(HOST_FACTORS[number] for number in numbers)
+    host = int(factor * weights_bytes) + HOST_OVERHEAD_BYTES
+    return Estimate(weights_bytes, cache, passes, device, host)
 
 
 def mask_bytes(network: NetworkSpec, canvas: int) -> int:
@@ -155,10 +174,12 @@ def mask_bytes(network: NetworkSpec, canvas: int) -> int:
     return len(rules) * canvas**2
 
 
-def _inner_width(layer: LayerSpec) -> int:
+def _inner_width(layer: LayerSpec, *, all_experts: bool) -> int:
     """Return the number of features per token inside a layer, without the residual and its norm."""
     a, mlp = layer.attention, layer.mlp
-    inside = mlp.size if isinstance(mlp, MlpSpec) else mlp.active * mlp.size + mlp.shared_size
+    inside = mlp.size
+    if isinstance(mlp, ExpertsSpec):
+        inside = (mlp.count if all_experts else mlp.active) * mlp.size + mlp.shared_size
     return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
 
 
@@ -167,49 +188,41 @@ def check_memory(
     target: Target,
     weights_bytes: int,
     limits: Limits,
+    formats: Collection[str] = (),
     *,
     on_host: bool,
-    has_gpu: bool = True,
+    all_experts: bool = True,
 ) -> Estimate:
     """Estimate the memory, and check that this much memory is available.
 
     Raises EngineError if the target has too little memory. If ``on_host`` is true, raises
     BuilderError if this machine has too little memory to build the engine. Both error messages
-    state the needed bytes and the available bytes. If ``has_gpu`` is false, TensorRT-RTX builds the
-    engine without a GPU, and ``MASK_LIMIT_BYTES`` limits the canvas: raises BuilderError.
+    state the needed bytes and the available bytes.
     """
-    found = estimate(network, weights_bytes, limits)
+    found = estimate(network, weights_bytes, limits, formats, all_experts=all_experts)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
         raise EngineError(
             f"{target.name} has {_gb(target.memory_bytes)}, and a canvas of {limits.canvas} tokens in blocks of {limits.block} "
             f"needs {_gb(found.device)} (weights {_gb(found.weights)}, cache {_gb(found.cache)}, passes {_gb(found.passes)}). "
-            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits)}"
+            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits, all_experts)}"
         )
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
         raise BuilderError(
             f"building for {target.name} needs about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
-            "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` skips it here)."
-        )
-    masks = mask_bytes(network, limits.canvas)
-    if on_host and not has_gpu and masks >= MASK_LIMIT_BYTES:
-        longest = math.isqrt(-(-MASK_LIMIT_BYTES // mask_bytes(network, 1)))
-        raise BuilderError(
-            f"without a GPU, TensorRT-RTX cannot build an engine for {target.name} with a canvas of {limits.canvas} tokens, "
-            f"whose attention masks take {_gb(masks)}. Pass a --canvas below {longest}, or build "
-            "the engine on the device (`dlm-export build --no-engine` skips it here)."
+            f"Run `dlm-export engine` on a machine with more than that (`dlm-export build --no-engine` skips it here)."
         )
     return found
 
 
-def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits) -> str:
+def _what_fits(
+    network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits, all_experts: bool
+) -> str:
     low, high = 0, limits.canvas  # invariant: the longest canvas that fits is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if (
-            estimate(network, weights_bytes, Limits(middle, min(limits.block, middle))).device
-            <= memory
-        ):
+        shorter = Limits(middle, min(limits.block, middle))
+        if estimate(network, weights_bytes, shorter, all_experts=all_experts).device <= memory:
             low = middle
         else:
             high = middle

@@ -1,0 +1,118 @@
+"""Build engines for layers of released mixtures of experts, and measure the builds.
+
+    python -m benchmarks.gpu.expert_engines [--models LLaDA-MoE,RND1] [--layers 1]
+
+The layers have the released widths, heads and experts, and random weights. The vocabulary has 1024
+tokens. TensorRT-RTX builds the engines, without a GPU. The table shows the seconds and the highest
+anonymous memory of ``dlm-export engine``, and the size of the engine. The last columns are for all
+layers: the size of the engine, the memory (both extrapolated), and the memory that ``dlm-export
+build`` estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from benchmarks.shapes import DLM_EXPORT, QUICKLY, built, machine, random_checkpoint
+from benchmarks.speed.watching import watched
+from benchmarks.tables import table
+from dlm_export.bundle.manifest import network_of, read_manifest
+from dlm_export.planning.roofline import Costs
+from dlm_export.tensorrt.estimate import Limits, estimate
+
+# The import of shapes adds the tests' folder to the path.
+from checkpoints import llada2_config, llada_moe_config, qwen3_moe_config  # isort: skip
+
+IDS = {"vocab_size": 1024, "mask_token_id": 1000, "eos_token_id": 1001, "pad_token_id": 1001}
+WIDE = IDS | {"hidden_size": 2048, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
+QWEN3_30B = WIDE | {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "LLaDA-MoE": (
+        llada_moe_config(
+            **WIDE,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            num_experts=64,
+            expert_intermediate_size=1024,
+        ),
+        16,
+    ),
+    "LLaDA2-mini": (
+        llada2_config(
+            **WIDE,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=256,
+            moe_intermediate_size=512,
+            n_group=8,
+            topk_group=4,
+            first_k_dense_replace=0,
+        ),
+        20,
+    ),
+    "SDAR-30B-A3B": (qwen3_moe_config("SDARMoeForCausalLM", block_size=4, **QWEN3_30B), 48),
+    "RND1": (qwen3_moe_config("RND1LM", **QWEN3_30B), 48),
+}
+"""The configuration of each model, and its number of layers."""
+BUNDLES = {"int4": ("rtx4090", "rtx5090"), "fp8": ("rtx4090",), "nvfp4": ("rtx5090",)}
+"""The targets of the bundle in each precision."""
+FURTHER = {"int4": 2.7, "fp8": 1.7, "nvfp4": 2.15}
+"""Bytes of memory for each further byte of weights (docs/benchmarks/gpus.md)."""
+
+
+def measure(model: str, layers: int) -> list[list[str]]:
+    """Build the bundles and engines of a model. Returns a row of the table for each engine."""
+    config, every = MODELS[model]
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if "moe_layer_freq" in config:
+        changes["moe_layer_freq"] = [1] * layers
+    source = random_checkpoint(f"{model}-{layers}", config | changes)
+    rows = []
+    for precision, targets in BUNDLES.items():
+        options = ("--target", ",".join(targets), "--precision", precision, "--solver", "nearest")
+        name = f"{model}-{layers}-{precision}"
+        bundle = built(source, name, *options, *QUICKLY, "--no-engine")
+        manifest = read_manifest(bundle)
+        network = network_of(manifest)
+        formats, limits = manifest["precision"]["layers"], Limits(network.max_canvas_length, 32)
+        whole = Costs(network, formats, 2).weight_bytes * every // layers
+        estimated = estimate(network, whole, limits, formats.values()).host / 1e9
+        for target in targets:
+            command = [*DLM_EXPORT, "engine", str(bundle), "--target", target, "--force", "--json"]
+            text, spent = watched(command)
+            assert spent["exit"] == 0, (name, target)
+            entry = json.loads(text)["engines"][target]
+            size = (bundle / entry["file"]).stat().st_size / 1e9
+            memory = spent["peak_anonymous_bytes"] / 1e9
+            all_layers = size * every / layers
+            further = FURTHER[precision] * (all_layers - size)
+            numbers = (memory, size, all_layers, memory + further, estimated)
+            cells = [f"{number:.2f}" for number in (entry["seconds"], *numbers)]
+            rows.append([model, precision, target, str(layers), *cells])
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="models, with commas")
+    parser.add_argument("--layers", type=int, default=1, help="layers of each bundle")
+    options = parser.parse_args()
+    rows = [row for model in options.models.split(",") for row in measure(model, options.layers)]
+    head = ["model", "precision", "device", "layers", "s", "GB of memory", "GB of engine"]
+    whole = ["GB of engine, all layers", "GB of memory, all layers", "estimated"]
+    print(machine()["processor"])
+    print(table([*head, *whole], rows))
+
+
+if __name__ == "__main__":
+    main()
