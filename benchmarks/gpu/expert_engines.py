@@ -7,12 +7,19 @@ tokens. TensorRT-RTX builds the engines, without a GPU. The table shows the seco
 anonymous memory of ``dlm-export engine``, and the size of the engine. The last columns are for all
 layers: the size of the engine, the memory (both extrapolated), and the memory that ``dlm-export
 build`` estimates.
+
+    python -m benchmarks.gpu.expert_engines --plan
+
+This command prints the times of passes that ``dlm-export plan`` predicts for the whole models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import DLM_EXPORT, QUICKLY, built, machine, random_checkpoint
@@ -23,7 +30,13 @@ from dlm_export.planning.roofline import Costs
 from dlm_export.tensorrt.estimate import Limits, estimate
 
 # The import of shapes adds the tests' folder to the path.
-from checkpoints import llada2_config, llada_moe_config, qwen3_moe_config  # isort: skip
+from checkpoints import (  # isort: skip
+    diffusion_gemma_config,
+    llada2_config,
+    llada_moe_config,
+    qwen3_moe_config,
+    write_headers,
+)
 
 IDS = {"vocab_size": 1024, "mask_token_id": 1000, "eos_token_id": 1001, "pad_token_id": 1001}
 WIDE = IDS | {"hidden_size": 2048, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
@@ -63,6 +76,26 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "RND1": (qwen3_moe_config("RND1LM", **QWEN3_30B), 48),
 }
 """The configuration of each model, and its number of layers."""
+VOCABULARIES = {"LLaDA-MoE": 157184, "LLaDA2-mini": 157184, "SDAR-30B-A3B": 151936, "RND1": 151936}
+DEVICES = "rtx4090,rtx5090,h100,b200,thor,agx-orin"
+GEMMA: dict[str, Any] = {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 30,
+    "layer_types": ["full_attention" if i % 6 == 0 else "sliding_attention" for i in range(1, 31)],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "per_layer_config": {
+        str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in range(5, 30, 6)
+    },
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "sliding_window": 1024,
+    "canvas_length": 256,
+    "max_position_embeddings": 8192,
+}
 BUNDLES = {"int4": ("rtx4090", "rtx5090"), "fp8": ("rtx4090",), "nvfp4": ("rtx5090",)}
 """The targets of the bundle in each precision."""
 FURTHER = {"int4": 2.7, "fp8": 1.7, "nvfp4": 2.15}
@@ -102,11 +135,54 @@ def measure(model: str, layers: int) -> list[list[str]]:
     return rows
 
 
+def plan() -> list[list[str]]:
+    """Predict passes of the whole models. Returns a row for each model and device."""
+    gemma = diffusion_gemma_config(**GEMMA)
+    whole = {"DiffusionGemma 26B-A4B": (gemma, 262144)}
+    for model, (config, layers) in MODELS.items():
+        changes: dict[str, Any] = {"num_hidden_layers": layers}
+        if "moe_layer_freq" in config:
+            changes["moe_layer_freq"] = [1] * layers
+        whole[model] = (config | changes, VOCABULARIES[model])
+    rows = []
+    for model, (config, vocabulary) in whole.items():
+        with tempfile.TemporaryDirectory() as folder:
+            top = config.get("text_config", config)
+            top["vocab_size"] = vocabulary
+            write_headers(Path(folder), config)
+            command = [*DLM_EXPORT, "plan", folder, "--targets", DEVICES, "--json"]
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for device in DEVICES.split(","):
+            fitting = [
+                each
+                for each in json.loads(told)["predictions"]
+                if each["target"] == device and each["fits"] is not False
+            ]
+            if not fitting:
+                rows.append([model, device, "none fits", *[""] * 5])
+                continue
+            best = min(fitting, key=lambda each: each["block_pass"]["ms"])
+            cells = [
+                f"{best[kind]['ms']:.1f} ({best[kind]['bound']})"
+                for kind in ("full_pass", "block_pass")
+            ]
+            computed = "all" if best["all_experts"] else "chosen"
+            memory = f"{best['memory_bytes'] / 1e9:.1f}"
+            tokens = str(best["block_pass"]["tokens"])
+            rows.append([model, device, best["precision"], computed, tokens, *cells, memory])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="models, with commas")
     parser.add_argument("--layers", type=int, default=1, help="layers of each bundle")
+    parser.add_argument("--plan", action="store_true", help="predict times instead")
     options = parser.parse_args()
+    if options.plan:
+        head = ["model", "device", "precision", "experts", "block", "prompt, ms", "block, ms"]
+        print(table([*head, "GB of memory"], plan()))
+        return
     rows = [row for model in options.models.split(",") for row in measure(model, options.layers)]
     head = ["model", "precision", "device", "layers", "s", "GB of memory", "GB of engine"]
     whole = ["GB of engine, all layers", "GB of memory, all layers", "estimated"]
