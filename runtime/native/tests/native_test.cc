@@ -85,7 +85,7 @@ void test_json_values(Tally& tally) {
   CHECK(denoiser.array("eos").size() == 3 && denoiser.array("eos")[2].integer(0, 0) == 0);
   CHECK(root->array("presets")[1].integer("seed", 0, INT64_MAX) == INT64_MAX);
   CHECK(root->object("empty").members().empty() && root->array("nothing").empty());
-  CHECK(root->members()[3].key() == "files" && root->members()[3].line() == 6);
+  CHECK(root->members()[3].key() == "files");
   CHECK(parse("  \"x\"\t\r\n")->string() == "x");
   CHECK(parse("[" + std::string(2 * (dlm::json::kMaxDepth - 1), ' ') + "]")->elements().empty());
   CHECK(parse(std::string(64, '[') + "1" + std::string(64, ']'))->elements().size() == 1);

@@ -41,10 +41,8 @@ class Value {
 
   Kind kind() const { return kind_; }
 
-  // key() returns the key if this value is a member of an object, and "" otherwise. line() returns
-  // the number of the line where the value starts. The first line has the number 1.
+  // Returns the key if this value is a member of an object, and "" otherwise.
   const std::string& key() const { return key_; }
-  int32_t line() const { return line_; }
 
   // Returns the path of this value in the form that messages use, such as presets[0].block_length.
   std::string path() const;

@@ -35,7 +35,6 @@ class Index {
       if (is_it(slots_[slot])) return slots_[slot];
     return -1;
   }
-  size_t bytes() const { return slots_.size() * sizeof(int32_t); }
 
  private:
   std::vector<int32_t> slots_{-1};

@@ -32,7 +32,7 @@ struct Limits {
 class Budget {
  public:
   // Each error message starts with `what`, the kind of constraint.
-  explicit Budget(const Limits& limits, const char* what = "regex")
+  Budget(const Limits& limits, const char* what)
       : limits_(limits), what_(what), end_(now() + limits.seconds) {}
 
   const Limits& limits() const { return limits_; }

@@ -20,7 +20,6 @@ namespace dlm::compile {
 //
 // Throws an error with the message "grammar: line L, column C: ..." if the text is not a valid
 // grammar, or if the grammar uses an unsupported feature.
-Node grammar(Expressions& expressions, std::string_view text,
-             std::optional<uint32_t> max_depth = std::nullopt);
+Node grammar(Expressions& expressions, std::string_view text, std::optional<uint32_t> max_depth);
 
 }  // namespace dlm::compile

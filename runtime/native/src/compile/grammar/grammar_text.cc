@@ -72,10 +72,10 @@ class GrammarReader {
     }
   }
 
-  std::string name(const char* what) {
+  std::string name() {
     const size_t start = at_;
     while (!is_end() && is_name(text_[at_])) ++at_;
-    if (at_ == start) refuse_here(what);
+    if (at_ == start) refuse_here("the name of a rule");
     return std::string(text_.substr(start, at_ - start));
   }
 
@@ -91,7 +91,7 @@ class GrammarReader {
 
   void rule() {
     const size_t at = at_;
-    const std::string found = name("the name of a rule");
+    const std::string found = name();
     skip(false);
     if (!take("::=")) refuse_here("::=");
     const uint32_t number = number_of(found, at);
@@ -137,7 +137,7 @@ class GrammarReader {
         if (!take(")")) refuse_here("the ) of a group");
       } else if (is_name(letter)) {
         part.kind = GrammarPart::rule;
-        part.number = number_of(name("the name of a rule"), part.at);
+        part.number = number_of(name(), part.at);
       } else if (letter == '*' || letter == '+' || letter == '?' || letter == '{') {
         if (made.empty()) refuse("nothing to repeat");
         repeat(made.back());

@@ -92,8 +92,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   std::vector<Formula> ways;
   for (const std::string& name : names) {
     for (const json::Value* const value : holds_.unlisted(schema, name))
-      ways.push_back(formulas_.all({formulas_.has(name, true, &schema),
-                                    formulas_.member(name, document_.schema(*value), false)}));
+      ways.push_back(formulas_.all(
+          {formulas_.has(name, true, &schema), formulas_.member(name, document_.schema(*value))}));
   }
   return formulas_.any(ways);
 }

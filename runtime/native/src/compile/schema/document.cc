@@ -78,13 +78,13 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. If the text is longer, the result ends with
+// Returns the first kMostShown code points of a text. If the text is longer, the result ends with
 // "...".
-std::string cut(const std::string& text, size_t most) {
+std::string cut(const std::string& text) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
     if (continues_char(text[i])) continue;
-    if (points++ == most) return text.substr(0, i) + "...";
+    if (points++ == kMostShown) return text.substr(0, i) + "...";
   }
   return text;
 }
@@ -94,7 +94,7 @@ std::string cut(const std::string& text, size_t most) {
 std::string shown(const Value& value) {
   std::string out;
   append_shown(value, out);
-  return cut(out, kMostShown);
+  return cut(out);
 }
 
 Document::Document(std::string_view text, Budget& budget) : budget_(budget) {
@@ -217,7 +217,7 @@ std::string Document::place(const Value& value) const {
     } else {
       for (const char c : at->key()) step += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
     }
-    out.insert(0, cut(step, kMostShown));
+    out.insert(0, cut(step));
     if (out.size() > 200) return "#/..." + out.substr(out.find('/', out.size() - 160));
     at = parent;
   }

@@ -118,9 +118,9 @@ Formula Formulas::has(const std::string& name, bool positive, const Schema* sche
   return add(std::move(term));
 }
 
-Formula Formulas::member(const std::string& name, const Schema& schema, bool is_valid) {
+Formula Formulas::member(const std::string& name, const Schema& schema) {
   Term term;
-  term.text = name, term.inner = is_valid;
+  term.text = name, term.inner = false;
   return atom(Atom::member, schema, kObject, std::move(term));
 }
 
@@ -194,7 +194,7 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
       const std::string& name = inner[i].key();
       names.push_back(has(name, true, &schema));
       ways.push_back(has(name, false, &schema));
-      ways.push_back(all({names.back(), member(name, constant(inner[i], schema), false)}));
+      ways.push_back(all({names.back(), member(name, constant(inner[i], schema))}));
     }
   }
   if (is_array) {

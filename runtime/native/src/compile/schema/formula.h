@@ -114,10 +114,8 @@ class Formulas {
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // Returns the formula "if the object has the property `name`, `schema` allows its value". If
-  // is_valid is false, returns "if the object has this property, `schema` does not allow its
-  // value".
-  Formula member(const std::string& name, const Schema& schema, bool is_valid);
+  // Returns the formula "if the object has the property `name`, `schema` does not allow its value".
+  Formula member(const std::string& name, const Schema& schema);
 
   // If "and" joins the parts of a formula, returns these parts. Otherwise returns a list that
   // contains only the formula itself.

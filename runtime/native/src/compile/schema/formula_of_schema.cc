@@ -182,7 +182,7 @@ void Formulas::objects_of(const Schema& schema, bool positive, std::vector<Formu
   if (!positive && properties != nullptr) {
     for (const Value& each : properties->members()) {
       out.push_back(all({type(kObject), has(each.key(), true, &schema),
-                         member(each.key(), document_.schema(each), false)}));
+                         member(each.key(), document_.schema(each))}));
     }
   }
   if (!positive && (patterns != nullptr || others != nullptr))

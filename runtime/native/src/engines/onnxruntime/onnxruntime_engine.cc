@@ -366,8 +366,8 @@ class OnnxRuntime final : public HostEngine {
 
   void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
 
-  void configure(const SessionOptions& options, const char* key, const char* value) const {
-    set(api().call<ort::AddSessionConfigEntry>(options.get(), key, value));
+  void enable(const SessionOptions& options, const char* key) const {
+    set(api().call<ort::AddSessionConfigEntry>(options.get(), key, "1"));
   }
 
   void set_up(SessionOptions& options, int threads) const {
@@ -391,10 +391,10 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
     // Without this option, the threads of an idle session would keep spinning, and take cores away
     // from other sessions.
-    configure(options, "session.force_spinning_stop", "1");
+    enable(options, "session.force_spinning_stop");
     // Without this option, ONNX Runtime would quantise the activations of INT4 layers to eight
     // bits.
-    configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
+    enable(options, "session.qdq_matmulnbits_accuracy_level");
     // ONNX Runtime would store a memory plan for each combination of sizes, and the sizes of passes
     // change. For a 6-layer denoiser, the plans for 1200 combinations took 10 MB and saved no time.
     // So this code disables memory plans. The memory arena stays enabled, because without it memory
@@ -406,11 +406,11 @@ class OnnxRuntime final : public HostEngine {
   void set_up_processor(const SessionOptions& options) {
     // Without VNNI, the processor's instruction that adds products of unsigned and signed bytes can
     // saturate. With this option, ONNX Runtime uses unsigned bytes for both factors.
-    configure(options, "session.x64quantprecision", "1");
+    enable(options, "session.x64quantprecision");
     // Without this option, ONNX Runtime would replace nodes with FP8 operators, although it has no
     // kernels for these operators. With this option, ONNX Runtime dequantises the weights when it
     // loads the graph.
-    if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
+    if (graph_.simulated) enable(options, "session.disable_quant_qdq");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
       custom_ops_->add_to(options.get());
@@ -455,7 +455,7 @@ class OnnxRuntime final : public HostEngine {
     add_provider(api(), *provider_, provider, *device_, path_, env_.get(), options.get());
     set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
                                           ort::kMemTypeDefault, device_memory_.out()));
-    configure(options, kRecordPlacement, "1");
+    enable(options, kRecordPlacement);
     OrtStatus* const reported = try_session(options);
     if (reported != nullptr)
       check_memory(reported, "the graph with its weights", "use a bundle of a lower precision");
