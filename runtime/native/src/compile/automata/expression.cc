@@ -131,15 +131,18 @@ Node Expressions::machine(const ByteAutomaton& automaton) {
   return node;
 }
 
+Node Expressions::add_pair(Kind kind, bool is_nullable, Node first, Node second) {
+  std::string content;
+  append(content, first);
+  append(content, second);
+  return add({kind, is_nullable, first, second, 0, 0}, content);
+}
+
 Node Expressions::sequence(Node first, Node second) {
   if (first == nothing() || second == nothing()) return nothing();
   if (first == empty()) return second;
   if (second == empty()) return first;
-  std::string content;
-  append(content, first);
-  append(content, second);
-  const bool is_nullable = this->is_nullable(first) && this->is_nullable(second);
-  return add({Kind::sequence, is_nullable, first, second, 0, 0}, content);
+  return add_pair(Kind::sequence, is_nullable(first) && is_nullable(second), first, second);
 }
 
 Node Expressions::sequence(const std::vector<Node>& parts) {
@@ -200,21 +203,13 @@ Node Expressions::both(Node first, Node second) {
   if (first == second) return first;
   if (first == nothing() || second == nothing()) return nothing();
   if (first > second) std::swap(first, second);
-  std::string content;
-  append(content, first);
-  append(content, second);
-  const bool is_nullable = this->is_nullable(first) && this->is_nullable(second);
-  return add({Kind::both, is_nullable, first, second, 0, 0}, content);
+  return add_pair(Kind::both, is_nullable(first) && is_nullable(second), first, second);
 }
 
 Node Expressions::without(Node first, Node second) {
   if (first == second || first == nothing()) return nothing();
   if (second == nothing()) return first;
-  std::string content;
-  append(content, first);
-  append(content, second);
-  const bool is_nullable = this->is_nullable(first) && !this->is_nullable(second);
-  return add({Kind::without, is_nullable, first, second, 0, 0}, content);
+  return add_pair(Kind::without, is_nullable(first) && !is_nullable(second), first, second);
 }
 
 }  // namespace dlm::compile

@@ -115,6 +115,7 @@ class Expressions {
         high;
   };
   Node add(const Item& item, const std::string& content);
+  Node add_pair(Kind kind, bool is_nullable, Node first, Node second);
 
   Budget& budget_;
   size_t bytes_ = 0;
