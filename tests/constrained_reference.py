@@ -289,9 +289,8 @@ class Constrained(Proposer):
             return super().propose(turn, canvas, logits)
         logits = self.masked(logits)
         wide = logits.double().cpu().numpy()
-        rows, best = np.arange(len(wide)), wide.argmax(-1)
+        best = wide.argmax(-1)
         best_odds = log_odds(wide, best)
-        best_probs = 1 / (1 + np.exp(-best_odds))
         row_of = {int(position): row for row, position in enumerate(turn.positions)}
         undecided = np.flatnonzero(canvas.undecided[self.first : self.last])
         first = min(
@@ -340,7 +339,6 @@ class Constrained(Proposer):
         else:
             text = texts(0, nothing).best()
         tokens = text[turn.positions - first]
-        probs = best_probs * np.exp(wide[rows, tokens] - wide[rows, best])
         if by == "random" or not (of == "marginal" or (is_drawn and of == "draw")):
             found = self._scores(turn, wide, tokens)
         else:
@@ -349,7 +347,7 @@ class Constrained(Proposer):
             ]
             found = scores_of_draw(by, marginals, tokens)
         confidences = score_of_log_odds(log_odds(wide, tokens))
-        return Proposals(tokens, score_edits(turn, found, confidences), probs)
+        return Proposals(tokens, score_edits(turn, found, confidences))
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
         """Return the tokens that ``top_p`` or ``top_k`` excludes, as an array bool ``[M, V]``."""

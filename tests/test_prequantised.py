@@ -100,10 +100,7 @@ def test_the_range_of_an_input_gives_its_scale_back_to_the_bit(amax: float, algo
     number_format = weight_format(algorithm)
     scale = np.float32(np.float32(amax) / np.float32(448 if algorithm == "FP8" else 6 * 448))
     weight = quantise_weight(np.ones((16, 1), np.float32), number_format)
-    assert (
-        activation_scale(number_format, StoredQuantised(algorithm, weight, scale).input_amax)
-        == scale
-    )
+    assert activation_scale(number_format, StoredQuantised(weight, scale).input_amax) == scale
 
 
 # ---- Metadata of checkpoints ----

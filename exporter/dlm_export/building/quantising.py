@@ -61,12 +61,6 @@ class Quantised:
     curve: list[search.CurvePoint] = field(default_factory=list)
     tuning: Tuning | None = None
 
-    def uses(self, activations: str) -> bool:
-        """Return True if any layer quantises its inputs to the number format ``activations``."""
-        return any(
-            FORMATS[name].activations == activations for name in self.numbers.formats.values()
-        )
-
     @property
     def is_simulated_on_cpu(self) -> bool:
         """True if any layer has a format that CPUs can only simulate.

@@ -49,11 +49,9 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 class StoredQuantised:
     """The stored codes and scales of a quantised matrix, and the scale of its input.
 
-    ``input_scale`` is ``None`` if the input has no static scale. ``algorithm`` is modelopt's name
-    of the algorithm, a key of ``ALGORITHMS``.
+    ``input_scale`` is ``None`` if the input has no static scale.
     """
 
-    algorithm: str
     weight: QuantisedWeight
     input_scale: np.float32 | None
 
@@ -169,7 +167,7 @@ def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised
     name = f"{base}.input_scale"
     has_input = algorithm in _WITH_INPUT_SCALE and name in checkpoint.tensors
     return StoredQuantised(
-        algorithm, weight, np.float32(_scales(checkpoint, name).item()) if has_input else None
+        weight, np.float32(_scales(checkpoint, name).item()) if has_input else None
     )
 
 

@@ -78,10 +78,6 @@ class Span:
         start = (self.is_draft + is_updated) * network.max_canvas_length
         return start + self.first, start + self.last
 
-    def is_whole(self, length: int) -> bool:
-        """Return True if the span covers a whole canvas of this length."""
-        return (self.first, self.last) == (0, length)
-
     @property
     def is_stored(self) -> bool:
         return self.kept != "drop"

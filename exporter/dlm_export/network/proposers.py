@@ -26,16 +26,13 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """The proposed tokens for a turn's positions, with their scores and probabilities.
+    """The proposed tokens for a turn's positions, int64 ``[M]``, and their scores, float64 ``[M]``.
 
-    All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
-    float64. ``turns.scores`` explains scores. The probability of a token is the softmax of the
-    denoiser's logits at this token.
+    ``turns.scores`` explains scores.
     """
 
     tokens: np.ndarray
     scores: np.ndarray
-    probs: np.ndarray
 
 
 class Proposer:
@@ -54,9 +51,7 @@ class Proposer:
         positions, fp32 ``[M, V]``.
         """
         found = self.masked(logits).cpu().numpy()
-        tokens = found.argmax(-1)
-        probs = 1 / (1 + np.exp(-log_odds(found, tokens)))
-        return Proposals(tokens, scores(turn, found, self.policy), probs)
+        return Proposals(found.argmax(-1), scores(turn, found, self.policy))
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
@@ -105,8 +100,7 @@ class Sampled(Proposer):
             [gumbels(policy.seed, turn.passes, position, logits.shape[1]) for position in at]
         )
         tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
-        odds, by = log_odds(wide, tokens), scored_by(policy)
-        confidences = score_of_log_odds(odds)
+        by, confidences = scored_by(policy), score_of_log_odds(log_odds(wide, tokens))
         if policy.score_of == "draw" and by != "random":
             found = scores_of_draw(by, drawn, tokens)
             confidences = score_of(drawn[np.arange(len(tokens)), tokens])
@@ -114,7 +108,7 @@ class Sampled(Proposer):
             found = confidences
         else:
             found = scores(turn, wide, policy)
-        return Proposals(tokens, score_edits(turn, found, confidences), 1 / (1 + np.exp(-odds)))
+        return Proposals(tokens, score_edits(turn, found, confidences))
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
