@@ -29,7 +29,7 @@ from dlm_runtime.generation.request import (
     Options,
     Request,
     RequestOptions,
-    cancel_of,
+    check_cancel,
     count_of,
     entries_of,
     token_ids,
@@ -325,7 +325,7 @@ class Bundle(Decides, UsesPromptCaches):
             BaseException: On the main thread, the exception of a signal handler, such as KeyboardInterrupt.
         """
         asked = Options.of(options)
-        cancel_of("cancel", cancel)
+        check_cancel(cancel)
         request = self._request("generate", (prompt, tokens, chat), asked)
         with self._handle.session([cancel] if cancel else ()) as session:
             result = C.POINTER(_native.Result)()
@@ -396,7 +396,7 @@ class Bundle(Decides, UsesPromptCaches):
                     f"{name} has {len(values)} entries for {count} requests: give one for each"
                 )
         for event in cancels:
-            cancel_of("cancel", event)
+            check_cancel(event)
         asked, kept = Options.of(options), []
         fields, tools = self._policy_for("generate_batch", asked), self._tools(asked)
         constraint = self._constraints.of_request(self.tokenizer, asked, tools)
@@ -439,7 +439,7 @@ class Bundle(Decides, UsesPromptCaches):
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
         """Like ``generate``, but yields an ``Event`` after each pass. To stop early, leave the loop."""
-        cancel_of("cancel", cancel)
+        check_cancel(cancel)
         return self._steps(
             self._request("stream", (prompt, tokens, chat), Options.of(options)), cancel
         )

@@ -96,7 +96,7 @@ def open(
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
-        library = _native.tensorrt_library()
+        library = next(iter(_native.tensorrt_libraries().values()), None)
     handle = _open(
         path,
         engine,

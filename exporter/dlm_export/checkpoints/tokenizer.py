@@ -104,14 +104,14 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     return TokenizerFiles(text, template, added.named, unused, failure)
 
 
-def token_id(checkpoint: Checkpoint, text: str | None, name: str = "") -> int | None:
-    """Return the id of the special token ``name``, or of the added token with this text.
+def mask_token_id(checkpoint: Checkpoint, text: str | None) -> int | None:
+    """Return the id of the special token ``mask_token``, or of the added token with this text.
 
     Returns ``None`` if the tokenizer has no such token. Raises CheckpointError.
     """
     found = _find(checkpoint)
     added = read_added(checkpoint, [] if found is None else found.added)
-    texts = [each for each in (added.named.get(name), text) if each is not None]
+    texts = [each for each in (added.named.get("mask_token"), text) if each is not None]
     if not texts:
         return None
     ids = added.listed

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_export.checkpoints.adapters import BESIDE, DRAFT_ADAPTER, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import (
     a2d,
     bert,
@@ -188,7 +187,6 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "FAMILIES",
     "Family",
-    "StoredQuantised",
     "Tensors",
     "Weights",
     "check_tensors",

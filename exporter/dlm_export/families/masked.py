@@ -87,7 +87,7 @@ def family(
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         """Read the network from a released config.json. Raises CheckpointError."""
         first = first_position(checkpoint)
-        return _read_network(checkpoint, overrides, name, layout, first, mask_text)
+        return _read_network(checkpoint, overrides, name, first, mask_text)
 
     def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the tensors that make up each parameter."""
@@ -110,7 +110,6 @@ def _read_network(
     checkpoint: Checkpoint,
     overrides: Overrides,
     family: str,
-    layout: Layout,
     first_position: int,
     mask_text: str,
 ) -> NetworkSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.checkpoints.tokenizer import token_id
+from dlm_export.checkpoints.tokenizer import mask_token_id
 from dlm_export.families.base import Overrides
 
 
@@ -52,7 +52,7 @@ def _mask_token(checkpoint: Checkpoint, overrides: Overrides, mask_text: str | N
     if mask is None:
         mask = _single(checkpoint.config.get("mask_token_id"))
     if mask is None:
-        mask = token_id(checkpoint, mask_text, "mask_token")
+        mask = mask_token_id(checkpoint, mask_text)
     if mask is None:
         other = "" if mask_text is None else f", nor {mask_text} among the added tokens"
         raise CheckpointError(

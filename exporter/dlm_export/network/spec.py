@@ -29,7 +29,6 @@ from dlm_export.network.layer_spec import (
     NORM_KINDS,
     NORMS,
     SCORES,
-    VISIBILITIES,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
@@ -58,7 +57,6 @@ __all__ = [
     "STACKS",
     "TRANSFORM",
     "UPDATES",
-    "VISIBILITIES",
     "AttentionSpec",
     "ConditioningSpec",
     "EmbeddingSpec",
@@ -72,7 +70,6 @@ __all__ = [
     "NetworkSpec",
     "Rope",
     "RouterSpec",
-    "has_router_bias",
     "rotary_table",
 ]
 

@@ -64,17 +64,12 @@ class ModeloptError(DlmError):
     """Raised if modelopt is missing, too old, or cannot do the requested work on this machine."""
 
 
-def version() -> str | None:
-    """Return the installed version of modelopt. If modelopt is not installed, return ``None``."""
-    return installed_version(PACKAGE)
-
-
 def require() -> Any:
     """Import ``modelopt.torch.quantization``.
 
     Raises ModeloptError, which names the packages to install.
     """
-    found = version()
+    found = installed_version(PACKAGE)
     if found is None:
         raise ModeloptError(
             f"the calibrator modelopt needs the package {PACKAGE}, which is not installed: {INSTALL}"
@@ -251,7 +246,7 @@ def _calibrate(
             mtq.quantize(denoiser, config, run)
         except (AssertionError, RuntimeError, ValueError) as err:
             raise CalibrationError(
-                f"modelopt {version()} could not calibrate: {' '.join(str(err).split())}"
+                f"modelopt {installed_version(PACKAGE)} could not calibrate: {' '.join(str(err).split())}"
             ) from err
 
 

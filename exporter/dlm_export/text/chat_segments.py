@@ -132,7 +132,7 @@ def read_chat(constants: Constants, render: Render) -> Chat:
     Raises NotCompiled if the template does not support a chat with a single user message.
     """
     orders = [
-        _led(order)
+        (LEADING, *order[1:]) if order[0] == "system" else order
         for count in range(1, MOST_MESSAGES + 1)
         for order in itertools.product(ROLES, repeat=count)
     ]
@@ -178,10 +178,6 @@ def read_chat(constants: Constants, render: Render) -> Chat:
     ends = [segments.ends.get(role) for role in roles]
     names = tuple("system" if role == LEADING else role for role in roles)
     return Chat(names, tuple(transforms), tuple(gaps), tuple(ends), tuple(literals), tuple(empties))
-
-
-def _led(order: Sequence[str]) -> tuple[str, ...]:
-    return (LEADING, *order[1:]) if order[0] == "system" else tuple(order)
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:

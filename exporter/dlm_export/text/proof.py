@@ -22,7 +22,6 @@ def prove_tokens(
     tokenizer: Tokenizer,
     vocabulary: Sequence[str],
     added: Sequence[str],
-    lines: int = LINES,
 ) -> None:
     """Compare the compiled tokenizer with Python's tokenizer on generated texts and token ids.
 
@@ -30,7 +29,7 @@ def prove_tokens(
     list of ids that they decode differently.
     """
     for special_tokens in (True, False):
-        for texts in _parts(samples.lines(lines, vocabulary, added)):
+        for texts in _parts(samples.lines(LINES, vocabulary, added)):
             for text, expected in zip(
                 texts, tokenizer.encode_each(texts, special_tokens), strict=True
             ):
@@ -60,7 +59,6 @@ def prove_chats(
     chat: Chat,
     special: Sequence[str] = (),
     numbers: Sequence[int] = (),
-    chats: int = CHATS,
 ) -> int:
     """Render and encode generated conversations, and compare the results with Python's results.
 
@@ -78,7 +76,7 @@ def prove_chats(
         )
     for _ in _alike(compiled, tokenizer, samples.counted(chat.roles, numbers)):
         pass
-    for messages in _alike(compiled, tokenizer, samples.chats(chats, chat.roles, literals)):
+    for messages in _alike(compiled, tokenizer, samples.chats(CHATS, chat.roles, literals)):
         rendered += 1
         ids = compiled.encode_chat(messages)
         if ids != _chat_ids(tokenizer, messages, ids):

@@ -210,11 +210,6 @@ def tensorrt_libraries() -> dict[str, str]:
     return {kind: path for kind, path in found.items() if path is not None}
 
 
-def tensorrt_library() -> str | None:
-    """Return the first path of ``tensorrt_libraries()``, or None if no library is installed."""
-    return next(iter(tensorrt_libraries().values()), None)
-
-
 def _packaged(package: str, pattern: str) -> str | None:
     found = (path for folder in package_folders(package) for path in sorted(folder.glob(pattern)))
     return next(map(str, found), None)

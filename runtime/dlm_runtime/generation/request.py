@@ -565,11 +565,10 @@ def layout_of(chosen: str | Layout) -> Layout:
     return LAYOUTS[chosen]
 
 
-def cancel_of(name: str, value: threading.Event | None) -> threading.Event | None:
-    """Check an option that must be an event. Raises RequestError, which names the option."""
-    if value is not None and not callable(getattr(value, "is_set", None)):
-        raise RequestError(f"{name} = {shown(value)}: give a threading.Event, or None")
-    return value
+def check_cancel(cancel: threading.Event | None) -> None:
+    """Raise RequestError unless ``cancel`` is an event or ``None``."""
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise RequestError(f"cancel = {shown(cancel)}: give a threading.Event, or None")
 
 
 def token_ids(tokens: Sequence[int]) -> list[int]:
