@@ -355,7 +355,6 @@ def _move(source: Path, to: Path) -> None:
 
 
 def _exchange(source: Path, to: Path) -> None:
-    """Exchange two paths."""
     try:
         _renameat2(source, to, _EXCHANGE)
     except OSError as err:

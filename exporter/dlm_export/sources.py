@@ -243,7 +243,6 @@ class BundleParameters:
         """Always return ``None``, so that callers use ``read``, which also checks the values."""
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """See ``Parameters.stored_type``."""
         found = FP32 if parameter in self._panels else self._tensors[parameter].dtype.numpy()
         return found if found in (FP16, np.dtype(ml_dtypes.bfloat16)) else FP32
 

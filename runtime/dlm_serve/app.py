@@ -348,7 +348,6 @@ class Server:
     async def _streamed(
         self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask
     ) -> AsyncIterator[bytes]:
-        """Yield the events of a stream."""
         is_noted = False
         async with aclosing(writer.chunks(jobs)) as chunks:
             async for chunk in chunks:

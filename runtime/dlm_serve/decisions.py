@@ -92,7 +92,6 @@ def read(body: DecisionBody, model: Model) -> Deciding:
 
 
 def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
-    """Return the body of the response."""
     answers: dict[str, Any] = {}
     for name, answer in made.answers.items():
         question = body.questions[name]

@@ -93,7 +93,6 @@ class Edits:
         self._head = Head("editcmpl", "edit.completion", body.model)
 
     def whole(self, ask: Ask, _: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body of the response."""
         choices = [
             {
                 "index": index,

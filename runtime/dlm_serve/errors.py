@@ -36,7 +36,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the response."""
         error = {
             "message": self.message,
             "type": self.kind,

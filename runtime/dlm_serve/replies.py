@@ -143,7 +143,6 @@ class Choices:
     has_logprobs: bool
 
     def whole(self, ask: Ask, model: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body of the response."""
         choices = [self._choice(index, model, each) for index, each in enumerate(answers)]
         return self.head.around(choices=choices, usage=usage(answers, ask))
 

@@ -237,7 +237,6 @@ class Writer(ABC):
         return shown + UNDECIDED * gap, guess, decided / max(1, len(positions))
 
     def _positions(self, job: Job, event: Event) -> range:
-        """Return the canvas positions of the answer."""
         if self._ask.hole is not None:
             return self._ask.hole[1].holes()[0]
         return range(job.prompt_tokens, len(event.canvas))

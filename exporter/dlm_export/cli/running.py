@@ -288,7 +288,6 @@ def _loop_of(made: Mapping[str, Any]) -> str:
 
 
 def print_bench(result: Mapping[str, Any]) -> None:
-    """Print the results of ``bench``."""
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
     peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"

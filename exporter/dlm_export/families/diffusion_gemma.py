@@ -113,7 +113,6 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _attentions(config: Config, block: int) -> list[AttentionSpec]:
-    """Return the attention of each layer."""
     kinds = _kinds(config)
     heads = config.integer("num_attention_heads", high=4096)
     kv_heads = config.integer("num_key_value_heads", high=4096)

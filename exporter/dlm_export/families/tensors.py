@@ -75,7 +75,6 @@ class Tensors:
         self._check()
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """See ``Parameters.stored_type``."""
         if parameter in self.quantised or self.origins[parameter].scale != 1:
             return FP32
         types = {

@@ -49,7 +49,6 @@ class Weights(Tensors):
         origins: Mapping[str, Origin],
         left_out: tuple[str, ...] = (),
     ) -> None:
-        """See ``Tensors``."""
         super().__init__(checkpoint, network, origins, left_out)
         self._opened: tuple[str, torch.Tensor] | None = None
         self._viewed: set[str] = set()  # the parameters that have been checked for NaN and infinity

@@ -83,7 +83,6 @@ class _Copies:
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
     def of_nodes(self, nodes: Sequence[ir.Node], layer: int | None = None) -> list[ir.Node]:
-        """Copy nodes for a layer."""
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:

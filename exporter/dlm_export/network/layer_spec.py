@@ -334,7 +334,6 @@ def _rope_from(values: Mapping[str, Any]) -> Rope:
 
 
 def has_router_bias(layer: LayerSpec) -> bool:
-    """Return True if a layer's router has a bias."""
     return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
 
 

@@ -159,5 +159,4 @@ def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray
 
 
 def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
-    """Create the proposer for a policy."""
     return (Sampled if policy.select == "sample" else Proposer)(mask_token_id, policy)

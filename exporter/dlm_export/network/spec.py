@@ -377,7 +377,6 @@ class NetworkSpec:
         return shapes
 
     def _norm(self, path: str, kind: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of a norm."""
         return dict.fromkeys(_norm_parameters(path, kind), (self.hidden_size,))
 
     def parameter_count(self) -> int:
@@ -807,5 +806,4 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
 
 
 def _norm_parameters(path: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the parameters of a norm."""
     return (f"{path}.weight", f"{path}.bias") if kind == "layer-bias" else (f"{path}.weight",)

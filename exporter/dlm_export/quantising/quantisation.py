@@ -73,7 +73,6 @@ class Folded:
         return np.asarray(array, dtype=dtype)
 
     def view(self, parameter: str) -> Tensor | None:
-        """See ``Parameters.view``."""
         return (
             None
             if parameter in self.rows or parameter in self.columns
@@ -81,7 +80,6 @@ class Folded:
         )
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """See ``Parameters.stored_type``."""
         return (
             FP32
             if parameter in self.rows or parameter in self.columns

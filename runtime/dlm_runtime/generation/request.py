@@ -470,7 +470,6 @@ MOST_INDENT = 64  # largest number of spaces per level in a JSON layout
 
 
 def _alternatives(result: Any) -> list[list[tuple[int, float]]]:
-    """Return the alternatives of each token of a ``dlm_result``."""
     count = result.top_count
     if count == 0:
         return []

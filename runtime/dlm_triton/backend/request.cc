@@ -158,7 +158,6 @@ void read_parameter(const Parameter& parameter, Asked& asked) {
   }
 }
 
-// Returns the bytes of an input tensor.
 std::string bytes_of(TRITONBACKEND_Input* input, uint32_t buffer_count) {
   std::string bytes;
   for (uint32_t i = 0; i < buffer_count; ++i) {

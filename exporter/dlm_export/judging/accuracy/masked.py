@@ -57,7 +57,6 @@ class Masked:
     kind: np.ndarray
 
     def of(self, kind: Kind) -> Masked:
-        """Return the rows of one kind."""
         chosen = self.kind == kind
         columns = [getattr(self, name)[chosen] for name in COLUMNS]
         return Masked(self.rows.take(chosen), *columns)

@@ -51,7 +51,6 @@ class CachedPredictor(SweptPredictor):
         ] = {}  # maps a canvas and its rows to the index of a walk, and the walk's number of passes
 
     def see(self, views: Sequence[View]) -> None:
-        """Implements ``Side.see``."""
         wanted = {
             view_key(canvas, rows): (canvas, rows)
             for canvas, rows in ((view.canvas, rows_of(self, view.positions)) for view in views)

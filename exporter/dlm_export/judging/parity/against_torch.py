@@ -318,7 +318,6 @@ def _explain(run: CaseRun, denoiser: Denoiser, worst: float, cache_dtype: str) -
 
 
 def loop_rows(runs: Sequence[CaseRun]) -> list[LoopRow]:
-    """Summarise the runs of each policy."""
     by_name: dict[str, list[CaseRun]] = {}
     for run in runs:
         by_name.setdefault(run.case.name, []).append(run)

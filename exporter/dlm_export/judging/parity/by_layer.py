@@ -368,7 +368,6 @@ class _Beside:
 
 
 def _router_of(path: str) -> str:
-    """Return the path of the router of the experts at ``path``."""
     return f"{path.removesuffix('.experts')}.router"
 
 

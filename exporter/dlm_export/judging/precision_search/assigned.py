@@ -35,7 +35,6 @@ class _RoundedHead(Head):
         self._done = done
 
     def __call__(self, features: Tensor) -> Tensor:
-        """See ``Head``."""
         seen = calibrate.as_seen(self._done, HEAD, features.float().cpu().numpy())
         return super().__call__(torch.from_numpy(np.ascontiguousarray(seen)))
 
@@ -63,12 +62,10 @@ class Assigned(Layered):
             self.read = functools.partial(read_rounded, self._of_head, self.read)
 
     def head(self) -> Head:
-        """See ``Layered``."""
         head = super().head()
         return head if self._of_head is None else _RoundedHead(head, self._of_head)
 
     def block(self, i: int) -> Block:
-        """See ``Layered``."""
         block = super().block(i)
         modules = named(i, block)
         for name, done in self._ready.items():

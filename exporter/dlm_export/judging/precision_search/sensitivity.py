@@ -359,7 +359,6 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 @torch.no_grad()
 def _log_probs(layered: Layered, states: Sequence[State], place: Workplace) -> list[Tensor]:
-    """Return the predictions on each state."""
     c = layered.network
     carried = Carried(
         layered,

@@ -51,7 +51,6 @@ class BundlePredictor(Side):
         rows: np.ndarray | None = None,
         draft: DraftPass | None = None,
     ) -> np.ndarray:
-        """See ``Side``."""
         if draft is not None:
             assert rows is not None
             if self.bundle.engine != "none" and not self.bundle.is_on_cpu:
@@ -69,7 +68,6 @@ class BundlePredictor(Side):
     def courses(
         self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
     ) -> Iterator[list[Canvas]]:
-        """See ``Side``."""
         for prompt, room in asked:
             start = start_canvas(prompt, room, self.mask_token_id)
             found = [reserve_end(start, policy, self.eos_token_ids)]

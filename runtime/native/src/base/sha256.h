@@ -35,7 +35,6 @@ class Sha256 {
   uint64_t total_bytes_ = 0;
 };
 
-// Returns the hash of a text.
 inline std::string sha256_hex(const std::string& text) {
   Sha256 hash;
   hash.update(text.data(), text.size());

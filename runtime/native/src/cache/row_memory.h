@@ -31,7 +31,6 @@ class RowMemory {
   virtual void finish() {}
 };
 
-// Returns memory of the host.
 std::unique_ptr<RowMemory> make_host_memory();
 
 }  // namespace dlm

@@ -160,7 +160,6 @@ int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
   return best;
 }
 
-// Computes the weights of the groups on a state's edges.
 void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
   for (const auto [to, group] : automaton_.edges(state)) {
     if (weights_[group] != kUnknown || ahead_[to] == kNever) continue;

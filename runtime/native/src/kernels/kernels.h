@@ -242,7 +242,6 @@ struct CachedAttention {
   // A part is one request of the pass. Without segments, there are B parts. With segments, all
   // segments that have the same tokens form a part.
   int64_t parts() const { return segment_count == 0 ? batch : part_count; }
-  // Returns the first segment of a part.
   Segment part(int64_t i) const {
     return segment_count == 0 ? Segment{0, cached, 0, tokens} : segments[first_segments[i]];
   }

@@ -44,8 +44,6 @@ void RegexText::refuse(const std::string& what) const {
        count_chars(text_.substr(0, at_)));
 }
 
-// Skips white space and comments if the flag x of the regular expression is set. Otherwise does
-// nothing.
 void RegexText::skip() {
   if (!flags_.is_verbose) return;
   while (!is_end()) {
@@ -69,7 +67,6 @@ CodePoints RegexText::folded(const CodePoints& points) const {
   return normalised(std::move(all));
 }
 
-// Parses \d, \p{...} and similar sets. The backslash was parsed already.
 bool RegexText::escaped_set(CodePoints& set) {
   const char letter = text_[at_];
   if (std::string_view("dDsSwW").find(letter) != std::string_view::npos) {
@@ -128,7 +125,6 @@ CodePoints RegexText::property(bool& is_negated) {
   return *std::move(found);
 }
 
-// Parses the rest of an escaped character, after the backslash.
 char32_t RegexText::escaped_character() {
   const char32_t letter = next("an escape");
   switch (letter) {

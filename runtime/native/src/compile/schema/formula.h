@@ -149,7 +149,6 @@ class Formulas {
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }
-  // Returns the kinds of one JSON value.
   static uint8_t kinds_of(const json::Value& value);
 
  private:

@@ -56,7 +56,6 @@ struct Texts {
 // Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
 
-// Returns the texts of all JSON objects.
 Texts object_texts(Expressions& expressions, const Options& options);
 
 // Returns the strings of a JSON list as plain texts, without quotes. For example, the list

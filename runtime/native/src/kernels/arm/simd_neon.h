@@ -1,4 +1,5 @@
 // The vector operations that kernels/body.h needs, for AArch64 with dot products (FEAT_DotProd).
+// x86/simd_avx2.h explains what they do.
 #pragma once
 
 #include <arm_neon.h>
@@ -42,8 +43,6 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
-// in fp16 round to the nearest number, and ties to even.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -53,8 +52,6 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
-// The next functions load kLanes numbers in bf16 or in E4M3. In E4M3, the exponent bias is 7, and
-// the largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
 }
@@ -69,10 +66,8 @@ inline F load_e4m3(const uint8_t* from) {
                    value * set(0x1p120f));
 }
 
-// Returns the sum of all lanes.
 inline float total(F x) { return vaddvq_f32(x); }
 
-// For each lane, returns a if x > y, and otherwise returns b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
@@ -121,8 +116,6 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes bytes. In each byte, the four bits from bit kShift on
-// are an index into the table. look_up returns the numbers at these indices.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

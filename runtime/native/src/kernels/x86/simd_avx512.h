@@ -1,4 +1,5 @@
-// The vector operations that kernels/body.h needs, for AVX-512 with VNNI.
+// The vector operations that kernels/body.h needs, for AVX-512 with VNNI. simd_avx2.h explains what
+// they do.
 #pragma once
 
 #include <immintrin.h>
@@ -44,8 +45,6 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
-// in fp16 round to the nearest number, and ties to even.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -57,8 +56,6 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-// The next functions load kLanes numbers in bf16 or in E4M3. In E4M3, the exponent bias is 7, and
-// the largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -73,10 +70,8 @@ inline F load_e4m3(const uint8_t* from) {
                               _mm512_castsi512_ps(bits) * set(0x1p120f), set(__builtin_nanf("")));
 }
 
-// Returns the sum of all lanes.
 inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
-// For each lane, returns a if x > y, and otherwise returns b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
@@ -128,8 +123,6 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes bytes. In each byte, the four bits from bit kShift on
-// are an index into the table. look_up returns the numbers at these indices.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
