@@ -2,7 +2,6 @@
 // The text of an object is a row of properties, in the order of the schema.
 #include <algorithm>
 
-#include "compile/json/ecma_pattern.h"
 #include "compile/schema/writer.h"
 
 namespace dlm::compile::schema {

@@ -1,6 +1,5 @@
 #include "compile/schema/schema.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/error.h"

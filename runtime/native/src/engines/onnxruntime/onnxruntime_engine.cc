@@ -11,10 +11,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <iterator>
 #include <map>
