@@ -51,13 +51,12 @@ from transformers import Glm4MoeForCausalLM, Qwen3MoeForCausalLM
 from trunk_logits import trunk_logits
 
 from dlm_export import families
-from dlm_export.build import BuildOptions, build
+from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network.spec import ExpertsSpec, MlpSpec, NetworkSpec
 from dlm_export.sources import open_source
-from dlm_export.targets import TargetError
 
 MASK = 150  # the mask token of every denoiser below
 NAMED, BLOCKS = Overrides(mask_token_id=MASK), {4: Overrides(attention_block=4)}
@@ -310,14 +309,6 @@ def test_a_bundle_is_built_with_parity_and_kernels(name: str, tmp_path: Path) ->
     assert report.parity is not None
     assert report.parity.misses == []
     assert report.kernels == {"calls": own | {"AddNorm": 4, "Candidates": 1}, "plain": {}}
-
-
-def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "checkpoint", llada_moe_config(num_experts=17))
-    with pytest.raises(
-        TargetError, match=r"layer 0 routes a token to 3 of 17 experts.*limited to 16"
-    ):
-        build(path, tmp_path / "bundle", BuildOptions(precision="fp16", targets=("cuda",)))
 
 
 # ---- What a checkpoint says ----
