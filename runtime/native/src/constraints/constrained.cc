@@ -191,7 +191,8 @@ void Constrained::complete(const std::vector<int32_t>& canvas,
 }
 
 int32_t Constrained::first_open(const std::vector<uint8_t>& undecided) const {
-  const auto last = undecided.begin() + std::min<int32_t>(range_.last, undecided.size());
+  const auto last =
+      undecided.begin() + std::min(range_.last, static_cast<int32_t>(undecided.size()));
   return static_cast<int32_t>(std::find(undecided.begin() + range_.first, last, 1) -
                               undecided.begin());
 }
