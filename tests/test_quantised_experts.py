@@ -248,7 +248,7 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("llada2") / "llada2", CONFIGS["llada2"], seed=7)
 
 
-@pytest.mark.parametrize("target", ["rtx5090", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", slow_except(["rtx5090"], ["rtx5090", "b200", "cuda"]))
 def test_a_choice_between_experts_as_good_is_no_error(target: str, tmp_path: Path) -> None:
     """If two experts have almost equal scores, rounding errors can make the graph and torch choose
     different experts.

@@ -273,7 +273,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Print the network, precision, default loop, files and engines of a bundle."""
     from dlm_export.bundle.manifest import network_of
     from dlm_export.targets import sm_text
-    from dlm_export.tensorrt.engine import has_moe_layer
+    from dlm_export.tensorrt.engine import joins_experts
     from dlm_runtime.cache_dtypes import CACHE_ROWS
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
@@ -294,12 +294,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     if (words := _window_words(network_of(manifest))) is not None:
         click.echo(words)
     if "device_file" in loop["graph"] and network_of(manifest).mixtures():
-        is_joined = (
-            network_of(manifest).joins_experts("cuda")
-            if manifest["targets"] == ["cuda"]
-            else not has_moe_layer(folder, manifest)
-        )
-        computed = "all experts" if is_joined else "the chosen experts"
+        computed = "all experts" if joins_experts(folder, manifest) else "the chosen experts"
         click.echo(f"On GPUs, a pass computes {computed} of a layer for every token")
     print_network(network_of(manifest))
     print_table(

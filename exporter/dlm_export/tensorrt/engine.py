@@ -125,6 +125,13 @@ def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target
         )
 
 
+def joins_experts(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the graphs of a bundle for GPUs compute all experts of a layer."""
+    if manifest["targets"] == ["cuda"]:
+        return network_of(manifest).joins_experts("cuda")
+    return not has_moe_layer(folder, manifest)
+
+
 def has_moe_layer(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return whether the bundle's device graph contains TensorRT's MoE layer."""
     graph = folder / manifest["loop"]["graph"]["device_file"]

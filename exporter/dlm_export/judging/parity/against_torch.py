@@ -32,6 +32,7 @@ from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_export.quantising.quantisation import Folded, Quantisation
 from dlm_export.sources import Source
+from dlm_export.tensorrt.engine import joins_experts
 from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Generation, Policy
 from dlm_runtime.errors import RequestError
@@ -145,7 +146,7 @@ def by_layers(
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
     taps = find_taps(traced)
-    if "device_file" in graph and (manifest["targets"] != ["cuda"] or not network.suits_moe):
+    if "device_file" in graph and joins_experts(folder, manifest):
         experts.spread(traced.model, network)
         taps |= find_taps(traced)
     nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(source.parameters, network))
