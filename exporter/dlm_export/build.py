@@ -348,7 +348,10 @@ def _report(
         curve=[] if quantised is None else quantised.curve,
         tuning=None if quantised is None else quantised.tuning,
         engines=engines,
-        deferred={target.name: builders.deferred_command(output, target) for target in elsewhere},
+        deferred={
+            target.name: builders.deferred_command(output, target, request.options.engine)
+            for target in elsewhere
+        },
         engine_host_bytes=host_bytes,
         warnings=warnings,
     )

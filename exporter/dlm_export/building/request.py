@@ -203,6 +203,8 @@ def check_job(request: Request, source: Source) -> Job:
         }
         formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
+    if request.form == "cuda" and network.mixtures() and network.joins_experts("cuda"):
+        notes += ("ONNX Runtime has no operator for these experts: each pass computes all of them",)
     has_table = request.recipe is not None and request.recipe.embedding is not None
     if has_table and network.conditioning is not None:
         raise RecipeError(

@@ -352,8 +352,9 @@ def _reuse_words(manifest: Mapping[str, Any]) -> str:
     reuse = prompt_reuse_of(manifest)
     if reuse.refusal is not None:
         return f"prompts cannot be reused: {reuse.refusal}"
+    where = "" if manifest["targets"] == ["cuda"] else " on a CPU"
     return (
-        f"prompts can be reused on a CPU, in pages of {reuse.page_tokens} tokens; "
+        f"prompts can be reused{where}, in pages of {reuse.page_tokens} tokens; "
         f"{reuse.tokens_per_gib:,} tokens fit into 1 GiB"
     )
 

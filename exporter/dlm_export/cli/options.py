@@ -351,7 +351,11 @@ ENGINE_OPTIONS = (
     number("--workspace", "Scratch memory of a pass in MiB.  [default: as needed]"),
     file("--timing-cache", "File with TensorRT's timings; it is read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
-    flag("--version-compatible", default=None, help="Build for TensorRT's lean runtime, too."),
+    flag(
+        "--version-compatible",
+        default=None,
+        help="Build for TensorRT's lean runtime, too (not RTX).",
+    ),
     flag("--allow-fallback", default=None, help="Accept layers that get an unrequested format."),
 )
 tensorrt_group = group(

@@ -11,6 +11,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dlm_export.engines import RTX, TENSORRT
 from dlm_export.machine import device_sm, reported_sms
@@ -30,9 +31,16 @@ class Builder:
     sms: tuple[int, ...]
 
 
-def deferred_command(folder: Path, target: Target) -> str:
-    """Return the command that builds the engine on the device."""
-    return f"dlm-export engine {folder} --target {target.name}"
+def deferred_command(folder: Path, target: Target, options: EngineOptions | None = None) -> str:
+    """Return the command that builds the engine on the device, with the same options."""
+    given = options or EngineOptions()
+    workspace = given.workspace_bytes and given.workspace_bytes >> 20
+    values: dict[str, Any] = {"canvas": given.canvas, "block": given.block, "workspace": workspace}
+    values |= {"builder": given.builder, "timing-cache": given.timing_cache}
+    command = f"dlm-export engine {folder} --target {target.name}"
+    command += "".join(f" --{name} {value}" for name, value in values.items() if value is not None)
+    flags = {"version-compatible": given.version_compatible, "allow-fallback": given.allow_fallback}
+    return command + "".join(f" --{name}" for name, is_given in flags.items() if is_given)
 
 
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:

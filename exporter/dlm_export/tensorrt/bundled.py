@@ -68,11 +68,11 @@ def add_engine(
             raise EngineError(
                 f"{folder}: its graph has opset {manifest['opset']}, which TensorRT 10.3 cannot parse (JetPack 6.1 and 6.2). "
                 f"Build a bundle with --target {target.name}; JetPack 7.2 supports this one, on the device: "
-                f"`{deferred_command(folder, target)}`."
+                f"`{deferred_command(folder, target, options)}`."
             )
         raise BuilderError(
             f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "
-            f"`{deferred_command(folder, target)}`. TensorRT {target.tensorrt} is needed there."
+            f"`{deferred_command(folder, target, options)}`. TensorRT {target.tensorrt} is needed there."
         )
     name = engine_file(target)
     with _changing(folder / name, manifest):

@@ -118,6 +118,11 @@ def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
         )
+    if manifest["targets"] == ["cuda"]:
+        raise EngineError(
+            f"{folder}: was built for cuda, so its graph is for ONNX Runtime. "
+            f"Build a bundle with --target {target.name}."
+        )
     if has_moe_layer(folder, manifest) and not target.has_moe_layer:
         raise EngineError(
             f"{folder}: its graph contains TensorRT's MoE layer, which {target.name} does not run. "
