@@ -212,9 +212,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     block = loop["presets"][loop["default_preset"]]["block_length"]
     limits = limits_of(network.max_canvas_length, block, EngineOptions())
     # The MoE layer of TensorRT needs less memory than this.
-    is_joined = "device_file" in graph and (
-        manifest["targets"] != ["cuda"] or network.joins_experts("cuda")
-    )
+    form = "cuda" if manifest["targets"] == ["cuda"] else "tensorrt"
+    is_joined = "device_file" in graph and network.joins_experts(form)
     found = estimate(network, weights, limits, all_experts=is_joined)
     if "device_file" in graph:
         return found

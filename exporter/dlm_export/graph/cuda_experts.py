@@ -34,6 +34,7 @@ from dlm_export.graph import MICROSOFT_DOMAIN, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.experts import Mixture, Operators, StackPart, mixtures
+from dlm_export.graph.parts import block_of
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import ExpertsSpec
 
@@ -60,7 +61,9 @@ def replace_mixtures(graph: Graph, formats: Mapping[str, str]) -> dict[str, Stac
             parts[f"{path}.{part}"] = StackPart(gate.path, part, shape)
         for stack in stacks:
             del main.initializers[stack.weight]
-        spec = network.layers[int(path.split(".")[1])].mlp
+        block = block_of(node)
+        assert block is not None
+        spec = network.layers[block].mlp
         assert isinstance(spec, ExpertsSpec)
         attributes = {"k": spec.active, "activation_type": "swiglu", "swiglu_fusion": 1}
         ops = Operators(main, node)

@@ -28,6 +28,7 @@ from dlm_export.graph import (
     WINDOW_REQUESTS,
     WINDOW_ROWS,
 )
+from dlm_export.graph.parts import block_of
 from dlm_export.graph.trace import Graph
 
 _FARTHEST = np.iinfo(np.int64).max
@@ -65,13 +66,15 @@ class _Writer:
             has_window = windows[int(str(value.name).rpartition(".")[2])] is not None
             chosen = window_rows if has_window else rows
             self.replace(value, self.add("Gather", value, chosen, axis=2), 1)
-        is_own = self.unsqueeze(self.is_own(requests), 0, 1)
+        is_own = self.unsqueeze(self.is_own(self.of_keys(requests)), 0, 1)
         if window_rows is not None:
-            window_mask = self.window_mask(self.is_own(window_requests), distances)
+            is_own_key = self.is_own(self.of_keys(window_requests))
+            window_mask = self.window_mask(is_own_key, distances)
         main.insert_before(next(iter(main)), self.nodes)
         masks: dict[ir.Value | None, ir.Value] = {}
         for node in attentions:
-            layer = int(node.metadata_props[LAYER_KEY].split(".")[1])
+            layer = block_of(node)
+            assert layer is not None
             mask = node.inputs[3] if len(node.inputs) > 3 else None
             if mask not in masks:
                 self.nodes.clear()
@@ -107,16 +110,12 @@ class _Writer:
         return self.add("Unsqueeze", value, self.constant(np.array(axes, np.int64)))
 
     def is_own(self, requests: ir.Value) -> ir.Value:
-        """Return whether each row and each new token belongs to the request of a token.
+        """Return whether each of N requests is that of a token, bool ``[T, N]``."""
+        return self.add("Equal", self.unsqueeze(self.of_tokens, 1), requests)
 
-        The result is bool ``[T, rows + T]``.
-        """
-        of_keys = self.add("Concat", requests, self.of_tokens, axis=0)
-        return self.add("Equal", self.unsqueeze(self.of_tokens, 1), of_keys)
-
-    def is_own_token(self) -> ir.Value:
-        """Return whether each new token belongs to the request of a token, bool ``[T, T]``."""
-        return self.add("Equal", self.unsqueeze(self.of_tokens, 1), self.of_tokens)
+    def of_keys(self, requests: ir.Value) -> ir.Value:
+        """Return the requests of cached rows, and then those of the new tokens."""
+        return self.add("Concat", requests, self.of_tokens, axis=0)
 
     def masked(self, is_visible: ir.Value, mask: ir.Value | None) -> ir.Value:
         """Return the additive mask ``mask`` where ``is_visible`` is true, and hide all other keys.
@@ -138,19 +137,17 @@ class _Writer:
         (positions,) = (each for each in self.main.inputs if each.name == "position_ids")
         is_draft = self.add("GreaterOrEqual", positions, longest)
         places = self.add("Mod", positions, longest)
-        new = self.unsqueeze(places, 1)
-        of_request = self.add("Where", self.is_own_token(), new, self.constant(np.array(_FARTHEST)))
-        begin = self.add("ReduceMin", of_request, self.constant(np.array([2])), keepdims=0)
+        # Tokens of other requests get a number that is larger than all positions.
+        farthest = self.constant(np.array(_FARTHEST))
+        is_own_token = self.is_own(self.of_tokens)
+        new = self.add("Where", is_own_token, self.unsqueeze(places, 1), farthest)
+        begin = self.add("ReduceMin", new, self.constant(np.array([2])), keepdims=0)
         first = self.unsqueeze(self.add("Where", is_draft, begin, places), 2)
         last = self.unsqueeze(self.add("Where", is_draft, longest, places), 2)
-        # how many positions each cached row and each new token is before the query
-        cached = self.add("Add", self.add("Sub", first, self.unsqueeze(begin, 2)), distances)
-        behind = self.add("Concat", cached, self.add("Sub", first, new), axis=2)
+        cached = self.add("Sub", self.unsqueeze(begin, 2), distances)
+        keys = self.add("Concat", cached, new, axis=2)
         window = self.constant(np.array(self.network.cache_window))
-        is_near = self.add("LessOrEqual", behind, window)
-        # Cached rows are before all queries, so 0 is used for them.
-        none = self.add("Sub", cached, cached)
-        ahead = self.add("Concat", none, self.add("Sub", new, last), axis=2)
-        is_before = self.add("LessOrEqual", ahead, self.constant(np.array(0)))
+        is_near = self.add("LessOrEqual", self.add("Sub", first, keys), window)
+        is_before = self.add("LessOrEqual", keys, last)
         is_seen = self.add("And", self.add("And", is_near, is_before), is_own)
         return self.masked(self.unsqueeze(is_seen, 1), None)
