@@ -16,6 +16,7 @@ differ, and the text with the lower token id is chosen.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from constraints import Automaton
 from torch import Tensor
 
 from dlm_export.network.commit_rules import log_odds_of, score_of, score_of_log_odds, scored_by
-from dlm_export.network.loop_random import gumbels
+from dlm_export.network.loop_random import gumbels, temperature_of
 from dlm_export.network.loop_scores import log_odds, score_edits, scores
 from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
@@ -82,6 +83,10 @@ def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
     return Weight(0, -int(is_cut), a * (_UNIT // b) - c * (_UNIT // d))
 
 
+def _weigh(row: np.ndarray, best: float, token: int) -> Weight:
+    return weight_of(row[token], best)
+
+
 def total(weights: list[Weight], temperature: float) -> Weight:
     """Return the combined weight of several texts. ``weights`` must not be empty."""
     most = max(weights)
@@ -103,7 +108,8 @@ class _Tokens:
     ends: np.ndarray
 
 
-def _by_tokens(automaton: Automaton) -> _Tokens:
+def by_tokens(automaton: Automaton) -> _Tokens:
+    """Return the automaton as a table."""
     by_class = np.full((automaton.states, automaton.classes + 1), -1, np.int64)
     for state in range(automaton.states):
         for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
@@ -248,7 +254,7 @@ class Constrained(Proposer):
         Raises ValueError if no text of the constraint fits into the canvas.
         """
         super().__init__(mask_token_id, policy)
-        self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
+        self.eos_token_id, self.tokens = eos_token_id, by_tokens(automaton)
         wanted = np.flatnonzero(canvas.undecided)
         self.first, self.last = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
         self.same_end = automaton.token_class == automaton.token_class[eos_token_id]
@@ -306,8 +312,11 @@ class Constrained(Proposer):
         ]
         for at, token in edited:
             choices[at] = np.unique([*choices[at], token])
-        state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
-        is_drawn = self.policy.select == "sample"
+        state, ahead = self._state_before(canvas, first), self._ahead(canvas)
+        ends = ahead[last]
+        if turn.drafted is not None:
+            return self._propose_causally(turn, wide, state, ahead)
+        is_drawn, temperature = self.policy.select == "sample", self._temperature(turn)
         by, of = scored_by(self.policy), self.policy.score_of
 
         def texts(temperature: float, is_cut: np.ndarray) -> Texts:
@@ -334,7 +343,7 @@ class Constrained(Proposer):
             for at, _ in edited:
                 choices[at] = pinned[[at]]
         if is_drawn:
-            drawn = texts(self.policy.temperature, self._is_cut(wide, best))
+            drawn = texts(temperature, self._is_cut(wide, best, temperature))
             text = drawn.draw(self.policy.seed, turn.passes, first)
         else:
             text = texts(0, nothing).best()
@@ -349,12 +358,36 @@ class Constrained(Proposer):
         confidences = score_of_log_odds(log_odds(wide, tokens))
         return Proposals(tokens, score_edits(turn, found, confidences))
 
-    def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
+    def _temperature(self, turn: Turn) -> float:
+        return temperature_of(self.policy, turn.step, turn.steps)
+
+    def _propose_causally(
+        self, turn: Turn, wide: np.ndarray, state: int, ahead: dict[int, np.ndarray]
+    ) -> Proposals:
+        """Propose the most likely legal token of each position, from left to right."""
+        found = list[int]()
+        for position, row in zip(turn.positions.tolist(), wide, strict=True):
+            legal = np.flatnonzero(ahead[position + 1][self.tokens.following[state]])
+            found.append(int(legal[row[legal].argmax()]))
+            state = int(self.tokens.following[state, found[-1]])
+        tokens = np.array(found, np.int64)
+        return Proposals(tokens, score_of_log_odds(log_odds(wide, tokens)))
+
+    def find_best(self, turn: Turn, canvas: Canvas, logits: Tensor) -> np.ndarray:
+        wide = self.masked(logits).double().cpu().numpy()
+        best, first, last = wide.argmax(-1), int(turn.positions[0]), int(turn.positions[-1]) + 1
+        assert turn.positions.tolist() == list(range(first, last))
+        positions: list[Position] = [
+            (np.arange(len(row)), functools.partial(_weigh, row, float(row[top])))
+            for row, top in zip(wide, best, strict=True)
+        ]
+        state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
+        return Texts(self.tokens.following, state, positions, ends, 0).best()
+
+    def _is_cut(self, wide: np.ndarray, best: np.ndarray, temperature: float) -> np.ndarray:
         """Return the tokens that ``top_p`` or ``top_k`` excludes, as an array bool ``[M, V]``."""
         behind = wide - wide[np.arange(len(best)), best][:, None]
-        return ~kept_tokens(
-            behind / self.policy.temperature, behind, self.policy.top_p, self.policy.top_k
-        )
+        return ~kept_tokens(behind / temperature, behind, self.policy.top_p, self.policy.top_k)
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
         """Return the shortest text that contains the tokens ``guess``, which the last pass

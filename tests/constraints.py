@@ -44,7 +44,7 @@ class Longest(Vocabulary):
             [
                 (len(spelled), token)
                 for token, spelled in enumerate(self.tokens)
-                if spelled and self._starts(token, text)
+                if spelled and text.encode().startswith(spelled)
             ]
             for text in texts
         ]

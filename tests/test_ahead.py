@@ -14,13 +14,11 @@ from denoisers import load, under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import END, MASK, prompt_of, random_network
-from test_deciding import ENDS, VOCAB, compile_parts
-from test_deciding import MASK as OF_TEXTS
 
 import dlm_runtime
 from dlm_calibration.states import random_tokens
 from dlm_export.network import reference
-from dlm_runtime import DenoiserInfo, DlmError, Policy, from_callback
+from dlm_runtime import DlmError, Policy
 from dlm_runtime.presets import PRESETS
 
 policies = st.builds(
@@ -199,13 +197,3 @@ def test_scores_are_entropies_whatever_the_policy_says() -> None:
         one = bundle.generate(**request, **AHEAD)
         other = bundle.generate(**request, **AHEAD | {"score": "margin"})
     assert (one.tokens, one.nfe) == (other.tokens, other.nfe)
-
-
-def test_constraints_are_refused_by_name() -> None:
-    with (
-        from_callback(DenoiserInfo(VOCAB, OF_TEXTS, 64, ENDS), lambda _: None) as bundle,
-        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
-    ):
-        bundle.generate(
-            tokens=[0], max_new_tokens=4, constraint=compile_parts([["a", "b"]]), **AHEAD
-        )

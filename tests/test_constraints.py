@@ -35,9 +35,8 @@ from dlm_runtime.constraints.compiled import (
     compile_content,
     keep_compiled,
 )
-from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
+from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.generation import constraining
-from dlm_runtime.text.tokenizer import Tokenizer
 
 VOCAB, END, MASK = 128, 7, 127
 WORDS = made_up_vocabulary(VOCAB, (END, MASK), Longest)
@@ -366,18 +365,3 @@ def test_a_bundle_remembers_for_a_while_that_a_constraint_is_invalid(
 
 
 # ---- Worst cases: random predictions ----
-
-
-def test_tokenizers_that_are_not_byte_level_are_refused() -> None:
-    import tokenizers
-
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
-    )
-    tokenizer = Tokenizer(made.to_str().encode(), None, {})
-    with pytest.raises(
-        RequestError,
-        match=r"^constraints need a byte-level tokenizer, but this one's decoder is missing: ",
-    ):
-        read_vocabulary(tokenizer)
-    tokenizer.close()

@@ -229,6 +229,16 @@ def test_masks_are_filled_in_one_pass_or_in_several(bundles: dict[str, Path]) ->
     assert shown.stdout.strip() == done.text
 
 
+def test_constraints_fill_masks_with_whole_words(bundles: dict[str, Path]) -> None:
+    with dlm_runtime.open(bundles["modern"] / "bundle") as bundle:
+        words = ["the", "fox", "of the", "."]
+        for length in (1, 2):
+            done = bundle.infill("[MASK] is", enum=words, lengths=length)
+            assert done.holes[0] in words
+        with pytest.raises(RequestError, match="has no end token, so the text must have exactly"):
+            bundle.infill("[MASK] is", enum=words, lengths=7)
+
+
 def test_the_space_before_a_mask_belongs_to_it(bundles: dict[str, Path]) -> None:
     with dlm_runtime.open(bundles["roberta"] / "bundle") as bundle:
         done = bundle.infill("the fox <pad> jumps", steps=1, block_length=0)

@@ -17,7 +17,6 @@ from checkpoints import nemotron_config, write_checkpoint
 from denoisers import under_native_loop
 from safetensors.torch import load_file
 from slow_cases import slow_except
-from test_deciding import ENDS, MASK, VOCAB, compile_parts
 
 import dlm_runtime
 from dlm_export import families
@@ -279,18 +278,6 @@ def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle
         bundle.generate(tokens=[3, 150, 4], max_new_tokens=8)
     with pytest.raises(DlmError, match="has draft passes and causal passes: use cache"):
         bundle.generate(tokens=[3], max_new_tokens=8, **Policy().as_dict())
-
-
-def test_constraints_cannot_be_verified() -> None:
-    info = DenoiserInfo(VOCAB, MASK, 64, ENDS, has_cache=True, visible_block=1, draft_block=8)
-    policy = PRESETS["self-speculation"].as_dict()
-    with (
-        from_callback(info, lambda _: None) as native,
-        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
-    ):
-        native.generate(
-            tokens=[0], max_new_tokens=4, constraint=compile_parts([["a", "b"]]), **policy
-        )
 
 
 @pytest.mark.parametrize(

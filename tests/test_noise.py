@@ -16,7 +16,6 @@ from denoisers import ArithmeticDenoiser, under_native_loop
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from networks import make_network
-from test_deciding import ENDS, MASK, VOCAB, compile_parts
 from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
@@ -349,22 +348,6 @@ def test_denoisers_without_a_mask_token_have_draft_passes(
     info = DenoiserInfo(vocab_size=10, max_canvas_length=64, **known | changes)
     with pytest.raises(DlmError, match=sentence):
         from_callback(info, lambda _: None)
-
-
-def test_constraints_need_a_mask_token() -> None:
-    info = DenoiserInfo(VOCAB, VOCAB, 64, ENDS, has_cache=True, visible_block=1, draft_block=8)
-    constraint = compile_parts([["a", "b"]])
-    with (
-        from_callback(info, lambda _: None) as native,
-        pytest.raises(DlmError, match="starts from random tokens, and cannot follow a constraint"),
-    ):
-        native.generate(tokens=[0], max_new_tokens=4, constraint=constraint, **GEMMA.as_dict())
-    masked = replace(info, mask_token_id=MASK)
-    with (
-        from_callback(masked, lambda _: None) as native,
-        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
-    ):
-        native.generate(tokens=[0], max_new_tokens=4, constraint=constraint, **GEMMA.as_dict())
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

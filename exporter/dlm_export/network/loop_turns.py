@@ -113,7 +113,7 @@ def turns(
         yield from _verified_turns(canvas, policy, looped)
         return
     if policy.next_block < 1:
-        yield from _ahead_turns(canvas, policy, looped, steps)
+        yield from _ahead_turns(canvas, policy, looped, steps, scaffold)
         return
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -178,7 +178,13 @@ def turns(
                 return
 
 
-def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> Iterator[Turn]:
+def _ahead_turns(
+    canvas: Canvas,
+    policy: Policy,
+    looped: Looped,
+    steps: int,
+    scaffold: Callable[[int, int], None],
+) -> Iterator[Turn]:
     """Yield passes that decide positions of several blocks (d3LLM, arXiv:2601.07568).
 
     A pass decides positions from the first unfinished block to a last block. Before each pass, the
@@ -191,8 +197,12 @@ def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> 
     blocks = [(stage.first, stage.last) for stage in plan(wanted, uncached, looped, steps)]
     whole, last, passes = Span(0, len(tokens), "drop"), 0, 0
     spans = _AheadSpans([first for first, _ in blocks], len(tokens), policy)
+    scaffold(0, len(tokens))
     while undecided.any():
         start = next(i for i, block in enumerate(blocks) if undecided[slice(*block)].any())
+        scaffold(*blocks[start])
+        if not undecided[slice(*blocks[start])].any():
+            continue
         if last < start:
             last = start
         elif 1 - undecided[slice(*blocks[last])].mean() >= policy.next_block:

@@ -53,6 +53,14 @@ class Proposer:
         found = self.masked(logits).cpu().numpy()
         return Proposals(found.argmax(-1), scores(turn, found, self.policy))
 
+    def find_best(self, turn: Turn, canvas: Canvas, logits: Tensor) -> np.ndarray:
+        """Return the most likely text of the turn's positions, int64 ``[M]``.
+
+        The loop uses it with ``remask`` "noise". ``propose`` explains the arguments.
+        """
+        found: np.ndarray = self.masked(logits).argmax(-1).cpu().numpy()
+        return found
+
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
 

@@ -111,6 +111,8 @@ class Run:
         )
 
     def _scaffold(self, first: int, last: int) -> None:
+        if self.policy.remask == "noise":
+            return  # a block is decided only as a whole
         positions, tokens = self.proposer.scaffold(self.canvas, first, last)
         self.tokens[positions] = tokens
         self.undecided[positions] = False
@@ -130,17 +132,23 @@ class Run:
             self.proposer.note(ended, self.tokens[ended])
             return None
         self.turn = turn
-        if self.policy.remask == "noise" and turn.step == 0:
-            self.tokens[turn.positions] = self._noise(0)
-            self.is_noised[turn.positions] = True
+        if self.policy.remask == "noise" and turn.step == 0 and len(turn.positions):
+            self._write_noise(0)
         return turn.span
 
-    def _noise(self, step: int) -> np.ndarray:
-        """Return the random tokens of pass ``step`` over the block, for the turn's positions."""
+    def _write_noise(self, step: int) -> None:
+        """Write the random tokens of pass ``step`` over the block to the turn's positions.
+
+        Positions with only one possible token get this token.
+        """
         network, positions = self.network, self.turn.positions
-        return random_tokens(
+        self.tokens[positions] = random_tokens(
             self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
         )
+        self.is_noised[positions] = True
+        first, last = int(positions[0]), int(positions[-1]) + 1
+        certain, tokens = self.proposer.scaffold(self.canvas, first, last)
+        self.tokens[certain], self.is_noised[certain] = tokens, False
 
     @property
     def temperature(self) -> float:
@@ -204,10 +212,10 @@ class Run:
 
         The chosen positions get their proposed tokens, and all other positions of the block get new
         random tokens. After the last pass over the block, all positions get their most likely
-        tokens.
+        text.
         """
         turn, policy = self.turn, self.policy
-        best = self.proposer.masked(logits).argmax(-1).cpu().numpy()
+        best = self.proposer.find_best(turn, self.canvas, logits)
         is_equal = turn.step > 0 and np.array_equal(best, self.guess[turn.positions])
         self._stable = self._stable + 1 if is_equal else 0
         is_stable = (
@@ -222,9 +230,9 @@ class Run:
             self.proposer.note(turn.positions, best)
             return
         chosen = choose_in(turn, proposals.tokens, proposals.scores, policy)
-        following = self._noise(turn.step + 1)
-        self.tokens[turn.positions] = np.where(chosen, proposals.tokens, following)
-        self.is_noised[turn.positions] = ~chosen
+        self._write_noise(turn.step + 1)
+        self.tokens[turn.positions[chosen]] = proposals.tokens[chosen]
+        self.is_noised[turn.positions[chosen]] = False
 
     def end(self) -> None:
         """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""

@@ -159,9 +159,9 @@ def compile_content(
     given.states, given.edges = chosen.states, chosen.edges
     given.made_of = (C.c_uint8 * _HASH_BYTES).from_buffer_copy(made_of)
     if vocabulary is not None:
-        tokens, sizes, first_token = vocabulary.native
-        given.tokens, given.token_sizes, given.first_token = tokens, sizes, first_token
-        given.token_count, given.vocab_size = min(len(tokens), vocab_size), vocab_size
+        for name, value in vocabulary.native.items():
+            setattr(given, name, value)
+        given.token_count, given.vocab_size = min(len(vocabulary.tokens), vocab_size), vocab_size
         given.eos_token_ids, given.eos_count = (C.c_int32 * len(ends))(*ends), len(ends)
     made = Constraint.of_handle(_compiled(bundle, given))
     library = _native.library()

@@ -247,16 +247,11 @@ class Constraints:
 
         def compile_now(made_of: bytes) -> compiled.Constraint:
             has_text = "file" in handle.manifest.get("text", {})
-            # A denoiser without a mask token cannot follow constraints, whatever its tokenizer. The
-            # native library says so.
-            has_mask_token = handle.mask_token_id < handle.vocab_size
             return compiled.compile_content(
                 wanted,
                 limits,
                 bundle=handle.pointer,
-                vocabulary=None
-                if has_text or not has_mask_token
-                else self._vocabulary_of(tokenizer),
+                vocabulary=None if has_text else self._vocabulary_of(tokenizer),
                 vocab_size=handle.vocab_size,
                 ends=handle.eos_token_ids,
                 made_of=made_of,

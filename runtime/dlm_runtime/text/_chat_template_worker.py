@@ -117,7 +117,7 @@ class Text:
             return found
         return None if name is None else self.tokenizer.token_to_id(name)
 
-    def vocabulary(self) -> tuple[list[str], list[str | None]]:
+    def vocabulary(self) -> tuple[list[dict[str, Any]], list[str | None]]:
         decoder = (
             {}
             if self.tokenizer.decoder is None
@@ -125,11 +125,12 @@ class Text:
         )
         added = self.tokenizer.get_added_tokens_decoder()
         names = [
-            None if token in added else self.tokenizer.id_to_token(token)
+            None
+            if token in added and (added[token].special or added[token].content.strip())
+            else self.tokenizer.id_to_token(token)
             for token in range(self.size())
         ]
-        parts = decoder.get("decoders", [decoder] if decoder else [])
-        return [str(each.get("type")) for each in parts], names
+        return decoder.get("decoders", [decoder] if decoder else []), names
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))

@@ -138,10 +138,11 @@ class Tokenizer:
         )
         return found
 
-    def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """Return the types of the steps of the tokenizer's decoder, and the name of each token id.
+    def vocabulary(self) -> tuple[list[dict[str, Any]], list[str | None]]:
+        """Return the steps of the tokenizer's decoder, and the name of each token id.
 
-        The name of an added token is None.
+        The name of an added token is None, unless the token is not special and consists of spaces
+        or line breaks.
         """
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names

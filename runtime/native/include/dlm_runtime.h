@@ -652,6 +652,13 @@ typedef struct dlm_constraint {
 
   const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
                              dlm_automaton_write stores them. NULL (default): 32 zeros */
+
+  /* For a vocabulary whose tokens have other bytes at the start of a text, for example because the
+     tokenizer drops the first space. Used together with `tokens`. */
+  const char* const* start_tokens; /* [token_count], the bytes of each token at the start of a text.
+                                      NULL (default): the same as `tokens` */
+  const size_t* start_token_sizes; /* [token_count], the size of each element of `start_tokens` in
+                                      bytes (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 

@@ -84,13 +84,17 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
   std::vector<std::string> tokens(std::min(given.token_count, static_cast<size_t>(vocab_size)));
   for (size_t i = 0; i < tokens.size(); ++i)
     if (given.tokens[i] != nullptr) tokens[i].assign(given.tokens[i], given.token_sizes[i]);
+  std::vector<std::string> starts(given.start_tokens == nullptr ? 0 : tokens.size());
+  for (size_t i = 0; i < starts.size(); ++i)
+    if (given.start_tokens[i] != nullptr)
+      starts[i].assign(given.start_tokens[i], given.start_token_sizes[i]);
   dlm::compile::Vocabulary::FirstToken first_token;
   if (given.first_token != nullptr)
-    first_token = [ask = given.first_token, user = given.user](std::string_view text) {
+    first_token = [ask = given.first_token, user = given.user](std::string_view text, bool) {
       return ask(user, text.data(), text.size());
     };
-  return std::make_shared<const dlm::compile::Vocabulary>(std::move(tokens), vocab_size,
-                                                          std::move(ends), std::move(first_token));
+  return std::make_shared<const dlm::compile::Vocabulary>(
+      std::move(tokens), std::move(starts), vocab_size, std::move(ends), std::move(first_token));
 }
 
 // Returns the hash of the vocabulary that the program passes. If the vocabulary contains a
@@ -102,11 +106,15 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   add(given.first_token);
   add(given.user);
   add(given.token_count);
-  for (size_t i = 0; i < given.token_count; ++i) {
-    const size_t size = given.tokens[i] == nullptr ? SIZE_MAX : given.token_sizes[i];
-    add(size);
-    if (given.tokens[i] != nullptr) hash.update(given.tokens[i], size);
-  }
+  const auto add_texts = [&](const char* const* texts, const size_t* sizes) {
+    for (size_t i = 0; texts != nullptr && i < given.token_count; ++i) {
+      const size_t size = texts[i] == nullptr ? SIZE_MAX : sizes[i];
+      add(size);
+      if (texts[i] != nullptr) hash.update(texts[i], size);
+    }
+  };
+  add_texts(given.tokens, given.token_sizes);
+  add_texts(given.start_tokens, given.start_token_sizes);
   return hash.digest();
 }
 
@@ -178,8 +186,11 @@ dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* const
     const dlm::compile::Constraint wanted = read_constraint(given);
     dlm::check_pair(given.tokens, given.token_count, "tokens", "token_count");
     dlm::check_count(given.token_sizes, given.token_count, "token_sizes");
+    if (given.start_tokens != nullptr) {
+      require(given.tokens, "tokens");
+      require(given.start_token_sizes, "start_token_sizes");
+    }
     if (given.tokens == nullptr) require(bundle, "bundle");
-    if (bundle != nullptr) dlm::check_follows_constraints(bundle->manifest.denoiser);
     const VocabularyPointer vocabulary = given.tokens == nullptr ? vocabulary_of(*bundle)
                                          : bundle == nullptr     ? given_vocabulary(nullptr, given)
                                                                  : kept_vocabulary(*bundle, given);

@@ -117,14 +117,6 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
 // Checks and returns the caller's policy. If `given` is NULL, returns the bundle's default policy.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
-// Throws an error if the denoiser cannot follow constraints.
-inline void check_follows_constraints(const Denoiser& denoiser) {
-  if (!denoiser.has_mask_token())
-    fail(DLM_UNSUPPORTED,
-         "this denoiser starts from random tokens, and cannot follow a constraint or a question: "
-         "use a denoiser that has a mask token");
-}
-
 // Returns the bundle's tokenizer. The first call reads the bundle's text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 

@@ -181,11 +181,9 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
       start_tokens = std::max(start_tokens, wanted.constraint->automaton->distances[0] + 1);
   }
   std::unique_ptr<Proposer> proposer;
-  if (wanted.constraint != nullptr) {
-    check_follows_constraints(denoiser);
+  if (wanted.constraint != nullptr)
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);
-  }
   return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
                   wanted.steps, std::move(proposer), wanted.top_log_probs, wanted.prefix_group,
                   static_cast<int32_t>(given_count) + std::min(start_tokens, new_tokens)),

@@ -61,6 +61,11 @@ std::string layout_hint(const Constraint& constraint) {
          ", and properties are in the schema's order";
 }
 
+// Returns true if the text consists of spaces and line breaks.
+bool is_space(std::string_view text) {
+  return text.find_first_not_of(" \t\r\n") == std::string_view::npos;
+}
+
 }  // namespace
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
@@ -98,29 +103,34 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
 std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> text,
                                                   int32_t vocab_size, std::vector<int32_t> ends) {
   const TextFile& file = text->file();
-  if (file.is_byte_fallback || file.has_space_letter)
-    fail(DLM_UNSUPPORTED,
-         "constraints need a byte-level tokenizer, but this tokenizer decodes characters: the text "
-         "of several tokens is not always the texts of the tokens one after another");
   std::vector<std::string> tokens(static_cast<size_t>(std::min(vocab_size, file.vocab_size)));
   for (size_t token = 0; token < tokens.size(); ++token)
     if ((file.token_flags[token] & TextFile::special) == 0)
       tokens[token] = std::string(file.tokens[token]);
   for (const int32_t added : file.added_ids)
-    if (added >= 0 && static_cast<size_t>(added) < tokens.size())
+    if (added >= 0 && static_cast<size_t>(added) < tokens.size() && !is_space(file.tokens[added]))
       tokens[static_cast<size_t>(added)].clear();
-  return std::make_unique<const Vocabulary>(std::move(tokens), vocab_size, std::move(ends),
-                                            [text](std::string_view wanted) {
-                                              std::vector<int32_t> ids;
-                                              try {
-                                                text->encode(wanted, {}, ids);
-                                              } catch (const Error&) {
-                                                // encode() throws an error if the text contains a
-                                                // special token.
-                                                return -1;
-                                              }
-                                              return ids.empty() ? -1 : ids.front();
-                                            });
+  std::vector<std::string> starts;
+  if (file.strips_space) {
+    starts = tokens;
+    for (size_t token = 0; token < starts.size(); ++token) {
+      if ((file.token_flags[token] & TextFile::continues) != 0)
+        starts[token].insert(0, kContinues);
+      else if (!starts[token].empty() && starts[token].front() == ' ')
+        starts[token].erase(0, 1);
+    }
+  }
+  return std::make_unique<const Vocabulary>(
+      std::move(tokens), std::move(starts), vocab_size, std::move(ends),
+      [text](std::string_view wanted, bool is_start) {
+        std::vector<int32_t> ids;
+        try {
+          text->encode(wanted, {false, false, !is_start}, ids);
+        } catch (const Error&) {
+          return -1;  // encode() throws an error if the text contains a special token
+        }
+        return ids.empty() ? -1 : ids.front();
+      });
 }
 
 }  // namespace dlm::compile

@@ -72,17 +72,21 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
+// Returns the smallest distance of the next states. If there are none, returns the largest number.
+int32_t nearest(const Automaton& automaton, int32_t state) {
+  int32_t least = std::numeric_limits<int32_t>::max();
+  for (const auto [to, group] : automaton.edges(state))
+    least = std::min(least, automaton.distances[to]);
+  return least;
+}
+
 // Checks the distance of each state. The distance is the smallest number of tokens from the state
-// to the end of a text. It is 0 if a text may end in the state. Such a state must have at least one
-// next state with the distance 0, because end tokens may follow. Any other distance must be one
-// more than the smallest distance of the next states. So an end can be reached from every state.
+// to the end of a text. It is 0 if a text may end in the state. Any other distance must be one more
+// than the smallest distance of the next states. So an end can be reached from every state.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
-    int32_t least = std::numeric_limits<int32_t>::max();
-    for (const auto [to, group] : automaton.edges(state))
-      least = std::min(least, automaton.distances[to]);
-    if (least != std::max(distance - 1, 0))
+    if (distance > 0 && nearest(automaton, state) != distance - 1)
       fail(DLM_BAD_BUNDLE, "%s: state %d is not %d tokens from an end, as the file claims",
            where.c_str(), state, distance);
   }
@@ -134,7 +138,11 @@ bool Automaton::has_token(int32_t group, int32_t token) const {
   return token >= 0 && token_class[token] >= 0 && has_class(group, token_class[token]);
 }
 
-void list_tokens(Automaton& automaton) {
+void complete_tables(Automaton& automaton) {
+  automaton.is_padded = true;
+  for (int32_t state = 0; state < automaton.states; ++state)
+    if (automaton.distances[state] == 0)
+      automaton.is_padded = automaton.is_padded && nearest(automaton, state) == 0;
   std::vector<int32_t>& starts = automaton.class_starts;
   starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
   for (const int32_t number : automaton.token_class)
@@ -201,8 +209,8 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   if (vocab_size < 1 || states < 1 || classes < 0 || classes > vocab_size ||
       numbers * sizeof(int32_t) != size - header - kHashBytes)
     fail(DLM_BAD_BUNDLE, "%s: its sizes do not fit its %zu bytes", where.c_str(), size);
-  Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {},
-                {},         {},     {},      {},     {}, {}, {}, {}};
+  Automaton out{};
+  out.vocab_size = vocab_size, out.states = states, out.classes = classes, out.groups = groups;
   std::memcpy(out.made_of.data(), bytes + header - kMadeOfBytes, kMadeOfBytes);
   Reader reader(bytes + header, where);
   out.token_class = reader.take("token_class", vocab_size, -1, classes - 1);
@@ -215,7 +223,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   check_groups(out, where);
   check_edges(out, where);
   check_distances(out, where);
-  list_tokens(out);
+  complete_tables(out);
   if (std::adjacent_find(out.class_starts.begin(), out.class_starts.end()) !=
       out.class_starts.end())
     fail(DLM_BAD_BUNDLE, "%s: a class has no tokens", where.c_str());

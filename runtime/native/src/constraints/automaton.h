@@ -41,6 +41,9 @@ struct Automaton {
   // a text may end in this state.
   std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
+  // True if a token may follow the end of every text and lead to the end of a text again. End
+  // tokens do so. Then a shorter text also fits into a longer range of positions.
+  bool is_padded = true;
   std::array<uint8_t, 32> made_of{};  // hash of the source from which the automaton was compiled
 
   // The next arrays are only for decisions (compile/tokens/decisions.h). For other constraints,
@@ -98,8 +101,8 @@ struct Automaton {
   bool has_token(int32_t group, int32_t token) const;
 };
 
-// Computes class_starts and class_tokens from the other fields of the automaton.
-void list_tokens(Automaton& automaton);
+// Computes class_starts, class_tokens and is_padded from the other fields of the automaton.
+void complete_tables(Automaton& automaton);
 
 // Returns the size of the automaton's file in bytes.
 size_t file_size(const Automaton& automaton);

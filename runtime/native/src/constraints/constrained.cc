@@ -29,11 +29,8 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
          "the constraint has a vocabulary of %d tokens, but the denoiser has %d: compile it for "
          "this bundle",
          automaton_->vocab_size, denoiser.vocab_size);
-  if (automaton_->token_class[denoiser.mask_token_id] >= 0)
+  if (denoiser.has_mask_token() && automaton_->token_class[denoiser.mask_token_id] >= 0)
     fail(DLM_UNSUPPORTED, "the constraint allows the mask token: compile it for this bundle");
-  if (denoiser.eos_token_ids.empty())
-    fail(DLM_UNSUPPORTED,
-         "a constraint needs an end token after its text, but the denoiser has none");
   const auto first = std::find(undecided.begin(), undecided.end(), 1),
              last = std::find(undecided.rbegin(), undecided.rend(), 1).base();
   range_ = first == undecided.end() ? Range{0, 0}
@@ -57,8 +54,14 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
          "first undecided position",
          given, range_.first);
   range_.first -= given;
-  require_room();
-  if (ends_behind(range_.first, canvas, undecided).front() == 0)
+  if (automaton_->is_padded) require_room();
+  const bool has_text = ends_behind(range_.first, canvas, undecided).front() != 0;
+  if (!has_text && !automaton_->is_padded)
+    fail(DLM_INVALID_ARGUMENT,
+         "no text of the constraint fills the positions %d..%d: this denoiser has no end token, so "
+         "the text must have exactly as many tokens as there are masks and given tokens",
+         range_.first, range_.last - 1);
+  if (!has_text)
     fail(DLM_INVALID_ARGUMENT,
          "no text of the constraint matches the given tokens in positions %d..%d: change them, or "
          "leave more masks",
@@ -83,17 +86,23 @@ double Constrained::score_of_texts(const Marginal& found) const {
              : score_of(policy_.score == Score::margin ? found.margin : found.prob);
 }
 
-void Constrained::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
-  const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
+// Fills places_ for the positions of a turn and those between them. Returns the first position.
+int32_t Constrained::look_at(const Turn& turn, const Predictions& predictions) {
   const int32_t first = std::min(turn.positions.front(), first_open(turn.undecided));
-  const int32_t last = turn.positions.back() + 1;
-  const std::vector<uint8_t> ends = ends_behind(last, turn.canvas, turn.undecided);
-  fill_places(first, last, turn.canvas, turn.undecided);
+  fill_places(first, turn.positions.back() + 1, turn.canvas, turn.undecided);
   for (size_t row = 0; row < turn.positions.size(); ++row) {
     Place& place = places_[turn.positions[row] - first];
-    place.logits = predictions.logits + row * width;
-    place.best = predictions.tokens[row * top_k];
+    place.logits = predictions.logits + row * denoiser_.vocab_size;
+    place.best = predictions.tokens[row * denoiser_.top_k];
   }
+  return first;
+}
+
+void Constrained::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
+  const size_t top_k = denoiser_.top_k;
+  const int32_t last = turn.positions.back() + 1;
+  const std::vector<uint8_t> ends = ends_behind(last, turn.canvas, turn.undecided);
+  const int32_t first = look_at(turn, predictions);
   if (options_ != nullptr && turn.block.first > answered_block_) {
     answered_block_ = turn.block.first;
     const int32_t state = state_before(first, turn.canvas);
@@ -107,7 +116,10 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
         place.best != place.token)
       place.other = place.best;
   }
-  find_text(turn, state_before(first, turn.canvas), ends);
+  if (turn.is_causal)
+    find_causal_text(turn, first);
+  else
+    find_text(turn, state_before(first, turn.canvas), ends);
   for (size_t row = 0; row < turn.positions.size(); ++row) {
     const int32_t at = turn.positions[row] - first;
     const Place& place = places_[at];
@@ -117,7 +129,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     // The margin of a row is the probability of the proposed token minus the highest probability of
     // any other token. So the margin can be negative.
-    if (scores_texts() && !turn.is_edit(row))
+    if (scores_texts() && !turn.is_edit(row) && !turn.is_causal)
       proposals.scores[row] = score_of_texts(marginals_[at]);
     else if (!turn.is_edit(row) && policy_.score == Score::margin && path_[at] != place.best)
       proposals.scores[row] = score_of(prob - static_cast<double>(best_prob));
@@ -132,7 +144,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
 // true, also fills marginals_. The most likely text decides which tokens are replaced. All of these
 // edits commit, so random draws and marginals treat their tokens as decided.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
-  const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
+  const Sampling drawn{turn.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
   const bool is_drawn = policy_.select == Select::sample;
   const bool has_edits = std::any_of(places_.begin(), places_.end(),
                                      [](const Place& place) { return place.other >= 0; });
@@ -154,6 +166,35 @@ void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<u
   texts_.find_marginals(path_, policy_.score != Score::confidence, marginals_);
 }
 
+// Chooses the most likely legal token of each position from left to right, like a denoiser that
+// predicts one token at a time. A token is legal if the rest of the canvas has room for the rest of
+// the text.
+void Constrained::find_causal_text(const Turn& turn, int32_t first) {
+  const std::vector<Place> all = places_;
+  int32_t state = state_before(first, turn.canvas);
+  std::vector<int32_t> token;
+  path_.clear();
+  for (const Place& place : all) {
+    const auto position = first + static_cast<int32_t>(path_.size());
+    const std::vector<uint8_t> ends = ends_behind(position + 1, turn.canvas, turn.undecided);
+    if (!viterbi_.solve(state, {place}, ends, token)) refuse_without_text(position);
+    state = automaton_->next(state, token.front());
+    path_.push_back(token.front());
+  }
+  places_ = all;
+}
+
+void Constrained::find_best(const Turn& turn, const Predictions& predictions,
+                            std::vector<int32_t>& tokens) {
+  const int32_t last = turn.positions.back() + 1;
+  const std::vector<uint8_t> ends = ends_behind(last, turn.canvas, turn.undecided);
+  const int32_t first = look_at(turn, predictions);
+  if (!viterbi_.solve(state_before(first, turn.canvas), places_, ends, path_))
+    refuse_without_text(last - 1);
+  for (size_t row = 0; row < turn.positions.size(); ++row)
+    tokens[row] = path_[turn.positions[row] - first];
+}
+
 void Constrained::scaffold(const std::vector<int32_t>& canvas,
                            const std::vector<uint8_t>& undecided, Range range,
                            std::vector<Certain>& certain) {
@@ -162,7 +203,8 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   const std::vector<uint8_t> ends = ends_behind(last, canvas, undecided);
   fill_places(first, last, canvas, undecided);
   viterbi_.find_only(state_before(first, canvas), places_, ends, only_);
-  const int32_t end = denoiser_.eos_token_ids.front(), end_class = automaton_->token_class[end];
+  const int32_t end = denoiser_.eos_token_ids.empty() ? -1 : denoiser_.eos_token_ids.front(),
+                end_class = end < 0 ? -1 : automaton_->token_class[end];
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
     const int32_t number = only_[position - first];
     if (number < 0 || undecided[position] == 0) continue;
@@ -182,7 +224,8 @@ void Constrained::complete(const std::vector<int32_t>& canvas,
   for (Place& place : places_) {
     if (place.token >= 0) continue;
     place.token = guess[first + (&place - places_.data())];
-    if (place.token < 0) place.best = denoiser_.eos_token_ids.front();
+    if (place.token < 0 && !denoiser_.eos_token_ids.empty())
+      place.best = denoiser_.eos_token_ids.front();
   }
   const std::vector<uint8_t> ends = viterbi_.ways().reaching({}, 0);
   if (!viterbi_.solve(state_before(first, canvas), places_, ends, path_))

@@ -35,6 +35,8 @@ class Constrained final : public Proposer {
 
   Needs needs(const Turn& turn) const override;
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override;
+  void find_best(const Turn& turn, const Predictions& predictions,
+                 std::vector<int32_t>& tokens) override;
   void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
                 Range range, std::vector<Certain>& certain) override;
   void complete(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
@@ -46,7 +48,9 @@ class Constrained final : public Proposer {
   void note(int32_t position, int32_t token) override;
 
  private:
+  int32_t look_at(const Turn& turn, const Predictions& predictions);
   void find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends);
+  void find_causal_text(const Turn& turn, int32_t first);
   // Returns true if the score of a token is computed from the probabilities of whole texts. Returns
   // false if it is computed only from the prediction for the token's position.
   bool scores_texts() const;

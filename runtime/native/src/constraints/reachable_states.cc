@@ -91,9 +91,10 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 }
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
-  // All places from `last` on allow all tokens.
+  // All places from `last` on allow all tokens. A text may fill only some of them, if other tokens
+  // may follow its end.
   size_t last = places.size();
-  while (last > 0 && places[last - 1].token < 0) --last;
+  while (automaton_.is_padded && last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);
   std::vector<uint8_t> out(automaton_.states), next(automaton_.states);
   for (int32_t state = 0; state < automaton_.states; ++state)

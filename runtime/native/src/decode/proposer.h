@@ -56,6 +56,9 @@ struct Turn {
   // over the block. Random numbers depend on this number.
   int32_t passes;
   double temperature;  // the temperature for draws, see temperature_of
+  // True if the pass verifies drafted tokens. Then attention is causal, and the prediction for a
+  // position depends only on the tokens before it.
+  bool is_causal;
 
   // Returns true if the position of a row is already decided, and the pass may replace its token.
   bool is_edit(size_t row) const { return undecided[positions[row]] == 0; }
@@ -95,6 +98,12 @@ class Proposer {
   // turn.is_edit(row) is true, the score of the row must be that of the proposed token's
   // probability.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
+
+  // `tokens` contains the most likely token of each row. A proposer that does not allow all texts
+  // replaces them by the most likely text that it allows. A request calls this function only with
+  // remask "noise", after propose().
+  virtual void find_best(const Turn& /*turn*/, const Predictions&,
+                         std::vector<int32_t>& /*tokens*/) {}
 
   // Finds the undecided positions of `range` that have only one legal token, and appends them to
   // the last argument. The caller then commits these tokens. A request calls this function for the

@@ -24,19 +24,6 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       prefix_group_(prefix_group) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
-  if (verifies() && is_constrained_)
-    fail(DLM_UNSUPPORTED,
-         "policy: commit = \"verify\" generates the most likely tokens, and cannot follow a "
-         "constraint or a question: use another rule, such as \"threshold\"");
-  if (is_ahead() && is_constrained_)
-    fail(DLM_UNSUPPORTED,
-         "policy: next_block = %.10g decides positions of several blocks, and cannot follow a "
-         "constraint or a question: use next_block = 1",
-         policy_.next_block);
-  if (renoises() && is_constrained_)
-    fail(DLM_UNSUPPORTED,
-         "policy: remask = \"noise\" starts each block from random tokens, and cannot follow a "
-         "constraint or a question: use remask = \"none\" with a denoiser that has a mask token");
   if (guidance() > 0 && engine.max_batch() < 2)
     fail(DLM_UNSUPPORTED,
          "policy: cfg_scale = %.10g needs two canvases per pass, one without the prompt, but the "

@@ -173,8 +173,13 @@ class Request {
   // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
   // numbers also do not depend on how the prompt was split into passes.
   Turn turn() const {
-    return {canvas_,      undecided_, positions_, stage().block, renoises() ? step_ : planned_nfe(),
-            temperature()};
+    return {canvas_,
+            undecided_,
+            positions_,
+            stage().block,
+            renoises() ? step_ : planned_nfe(),
+            temperature(),
+            verifies() && !stage().is_draft};
   }
   double temperature() const { return temperature_of(policy_, step_, stage().steps); }
   // Lengthens the canvas with undecided mask tokens, up to `length` positions.
@@ -196,6 +201,8 @@ class Request {
   // Returns the score of a row in the unit that callers see: a fraction or an entropy.
   double reported(const Proposals& proposals, size_t row) const;
   void propose(const Predictions& predictions, Proposals& proposals);
+  // Fills proposals.losses.
+  void find_losses(const Predictions& predictions, Proposals& proposals) const;
   // Returns how many of the `left` undecided positions the schedule commits in the next pass.
   int32_t planned(int32_t left) const;
   // Returns true if the policy allows edits and the passes of the stage compute the whole block.
@@ -216,7 +223,7 @@ class Request {
   void renoise(const Predictions& predictions, Proposals& proposals);
   // Returns true if the most likely tokens and their entropies meet the policy's condition for
   // ending the block early.
-  bool is_stable(const Predictions& predictions, const Proposals& proposals);
+  bool is_stable(const Proposals& proposals);
   void note_guesses(const Proposals& proposals);
   void take(const Predictions& predictions, const Proposals& proposals,
             const std::vector<int32_t>& chosen);
@@ -262,9 +269,10 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
-  // For remask "noise". best_: the most likely tokens of the last pass over the block. stable_: how
+  // For remask "noise". best_: the most likely text of the last pass over the block. best_before_:
+  // that of the pass before it. stable_: how
   // many consecutive passes before the last pass had these same most likely tokens.
-  std::vector<int32_t> best_;
+  std::vector<int32_t> best_, best_before_;
   int32_t stable_ = 0;
   std::vector<float> conditioning_;
   bool has_conditioning_ = false;

@@ -51,9 +51,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   proposer_->propose(turn(), predictions, proposals);
   for (size_t row = 0; row < positions_.size(); ++row)
     check_prediction(row, proposals.tokens[row], proposals.probs[row], reported(proposals, row));
-  for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
-    proposals.losses[row] =
-        log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
+  if (is_constrained_) find_losses(predictions, proposals);
   // A shifted denoiser predicts the first position of a block in the row just before the block.
   // With a cache for full attention, only the opening pass (the first pass of the block) computes
   // this row. So the first position must commit in the opening pass.
@@ -64,6 +62,12 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : score_of(1));
   }
+}
+
+void Request::find_losses(const Predictions& predictions, Proposals& proposals) const {
+  for (size_t row = 0; row < positions_.size(); ++row)
+    proposals.losses[row] =
+        log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
 }
 
 int32_t Request::planned(int32_t left) const {
@@ -189,7 +193,11 @@ void Request::keep_alternatives(const Predictions& predictions, size_t row) {
   }
 }
 
+// Decides the positions that have only one legal token. With remask "noise", a block is decided
+// only as a whole, and write_noise() writes these tokens. With commit "verify", positions are only
+// decided from left to right.
 void Request::scaffold(Range range, const Predictions* predictions) {
+  if (renoises() || verifies()) return;
   certain_.clear();
   proposer_->scaffold(canvas_, undecided_, range, certain_);
   for (const Certain& certain : certain_)

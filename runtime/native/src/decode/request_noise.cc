@@ -13,22 +13,36 @@ void Request::write_noise(int32_t step) {
     if (undecided_[i] != 0)
       canvas_[i] = random_token(policy_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(i),
                                 denoiser_.vocab_size, denoiser_.mask_token_id);
+  certain_.clear();
+  proposer_->scaffold(canvas_, undecided_, range, certain_);
+  for (const Certain& certain : certain_) canvas_[certain.position] = certain.token;
 }
 
 // The chosen positions get their proposed tokens, and all others get new random tokens
-// (DiffusionGemma). The result of the block is the most likely tokens of its last pass.
+// (DiffusionGemma). The result of the block is the most likely text of its last pass.
 void Request::renoise(const Predictions& predictions, Proposals& proposals) {
   order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, 0, order_)));
-  const bool is_last = is_stable(predictions, proposals) || step_ + 1 >= stage().steps;
+  best_before_.swap(best_);
+  best_.resize(positions_.size());
+  for (size_t row = 0; row < positions_.size(); ++row)
+    best_[row] = predictions.tokens[row * denoiser_.top_k];
+  proposer_->find_best(turn(), predictions, best_);
+  const bool is_last = is_stable(proposals) || step_ + 1 >= stage().steps;
   if (!is_last) {
     write_noise(step_ + 1);
     for (const int32_t row : order_) canvas_[positions_[row]] = proposals.tokens[row];
   }
   for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
-    proposals.tokens[row] = predictions.tokens[best];
-    proposals.probs[row] = predictions.probs[best];
+    const int32_t token = proposals.tokens[row] = best_[row];
+    const float prob = predictions.probs[best];
+    const bool is_likeliest = token == predictions.tokens[best];
+    proposals.probs[row] = is_likeliest
+                               ? prob
+                               : prob_of(token, predictions.logits + row * denoiser_.vocab_size,
+                                         predictions.tokens[best], prob);
   }
+  if (is_constrained_) find_losses(predictions, proposals);
   note_guesses(proposals);
   if (is_last) {
     order_.resize(positions_.size());
@@ -47,16 +61,9 @@ void Request::renoise(const Predictions& predictions, Proposals& proposals) {
         predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);
 }
 
-bool Request::is_stable(const Predictions& predictions, const Proposals& proposals) {
+bool Request::is_stable(const Proposals& proposals) {
   if (policy_.stable_entropy == 0) return false;
-  bool is_equal = step_ > 0;
-  best_.resize(positions_.size());
-  for (size_t row = 0; row < positions_.size(); ++row) {
-    const int32_t token = predictions.tokens[row * denoiser_.top_k];
-    is_equal = is_equal && best_[row] == token;
-    best_[row] = token;
-  }
-  stable_ = is_equal ? stable_ + 1 : 0;
+  stable_ = step_ > 0 && best_ == best_before_ ? stable_ + 1 : 0;
   double entropy = 0;
   for (const double score : proposals.scores) entropy -= score;
   return stable_ >= policy_.stable_passes &&

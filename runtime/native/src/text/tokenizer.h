@@ -45,7 +45,12 @@ struct Encode {
   bool is_prompt = false;
   // True: the text of a special token is encoded as that special token.
   bool special_tokens = false;
+  // True: the text follows other text, so the tokenizer adds no space before it.
+  bool follows_text = false;
 };
+
+// In WordPiece, the text of a token that continues a word starts with this prefix.
+constexpr std::string_view kContinues = "##";
 
 class Text {
  public:

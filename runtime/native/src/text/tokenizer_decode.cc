@@ -2,12 +2,6 @@
 #include "text/tokenizer.h"
 
 namespace dlm {
-namespace {
-
-// In WordPiece, the text of a token that continues a word starts with this prefix.
-constexpr std::string_view kContinues = "##";
-
-}  // namespace
 
 void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std::string& out) {
   const TextFile& file = text_->file();

@@ -113,9 +113,13 @@ class Encoding {
  public:
   // `chat` is the rendered chat, which determines where special tokens are recognised. `chat` is
   // nullptr for text that is not a chat.
-  Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
-           std::vector<int32_t>& out)
-      : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
+  Encoding(const Text& text, Encode how, const RenderedChat* chat, std::vector<int32_t>& out)
+      : text_(text),
+        file_(text.file_),
+        special_tokens_(how.special_tokens),
+        adds_space_(text.file_.starts_with_space && !how.follows_text),
+        chat_(chat),
+        out_(out) {}
 
   void run(std::string_view whole) {
     split_added(whole, 0, [&](std::string_view given) {
@@ -214,8 +218,8 @@ class Encoding {
       return composed_;
     }
     if (file_.nfc.pages.size > 0 && compose(file_, text, composed_)) text = composed_;
-    if (!file_.has_space_letter && !file_.starts_with_space) return text;
-    spaced_ = file_.starts_with_space ? " " : "";
+    if (!file_.has_space_letter && !adds_space_) return text;
+    spaced_ = adds_space_ ? " " : "";
     for (size_t at = 0; at < text.size();) {
       const size_t next =
           file_.has_space_letter ? std::min(text.find(kSpaceLetter, at), text.size()) : text.size();
@@ -383,7 +387,7 @@ class Encoding {
 
   const Text& text_;
   const TextFile& file_;
-  const bool special_tokens_;
+  const bool special_tokens_, adds_space_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
   // The offset and the size, in bytes, of the part of the text that was normalised last.
@@ -411,13 +415,13 @@ void check(std::string_view text) {
 void Text::encode(std::string_view text, Encode how, std::vector<int32_t>& out) const {
   check(text);
   if (how.is_prompt) out.insert(out.end(), file_.prefix.begin(), file_.prefix.end());
-  Encoding(*this, how.special_tokens, nullptr, out).run(text);
+  Encoding(*this, how, nullptr, out).run(text);
   if (how.is_prompt) out.insert(out.end(), file_.suffix.begin(), file_.suffix.end());
 }
 
 void Text::encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const {
   check(chat.text);
-  Encoding(*this, false, &chat, out).run(chat.text);
+  Encoding(*this, {}, &chat, out).run(chat.text);
 }
 
 }  // namespace dlm

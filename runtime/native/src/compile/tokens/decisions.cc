@@ -54,12 +54,18 @@ struct Bytes {
 
 class Reader {
  public:
-  Reader(const json::Value& root, Budget& budget) : root_(root), budget_(budget) {}
+  // If `has_start` is true, kTextStart comes before each answer.
+  Reader(const json::Value& root, bool has_start, Budget& budget)
+      : root_(root), has_start_(has_start), budget_(budget) {}
 
   Bytes read() {
     root_.refuse_unknown({"parts", "is_open"});
     bytes_.is_open = root_.boolean("is_open");
     at_ = bytes_.add();
+    if (has_start_) {
+      const int32_t start = std::exchange(at_, bytes_.add());
+      bytes_.steps[index(start)].push_back({static_cast<uint8_t>(kTextStart), at_, kNone});
+    }
     for (const json::Value& part : root_.array("parts"))
       part.kind() == json::Value::Kind::string ? add_text(part) : add_question(part);
     if (bytes_.options.empty()) root_.at("parts").refuse("expected a list of options");
@@ -118,6 +124,7 @@ class Reader {
   }
 
   const json::Value& root_;
+  const bool has_start_;
   Budget& budget_;
   Bytes bytes_;
   // The current node: the end of the fixed text so far, or the start of the last question.
@@ -147,7 +154,7 @@ class Builder {
     out.states = static_cast<int32_t>(alive_.size());
     add_classes(out);
     add_tags(out);
-    list_tokens(out);
+    complete_tables(out);
     return out;
   }
 
@@ -208,7 +215,9 @@ class Builder {
     for (int32_t child = parent + 1; child < end; child = tree_.behind[index(child)]) {
       budget_.check();
       int32_t to = node, completed = tags;
-      if (!bytes_.is_free(node)) {
+      if (bytes_.is_free(node)) {
+        if (tree_.bytes[index(child)] == static_cast<uint8_t>(kTextStart)) continue;
+      } else {
         const Bytes::Step* const step = bytes_.find(node, tree_.bytes[index(child)]);
         if (step == nullptr) continue;
         to = step->to;
@@ -369,11 +378,15 @@ class Builder {
 
 Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budget& budget) {
   constexpr int kDepth = 4;
+  if (vocabulary.ends().empty())
+    fail(DLM_UNSUPPORTED,
+         "decisions need an end token after the answer, but this bundle has no end token: use a "
+         "constraint, such as a list of texts");
   std::unique_ptr<const json::Value> root;
   Bytes bytes;
   try {
     root = json::parse(content, kMostAnswerBytes, kDepth);
-    bytes = Reader(*root, budget).read();
+    bytes = Reader(*root, vocabulary.has_starts(), budget).read();
   } catch (const TooLarge&) {
     throw;
   } catch (const Error& err) {

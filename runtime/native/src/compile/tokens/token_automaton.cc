@@ -16,7 +16,8 @@ namespace dlm::compile {
 namespace {
 
 // Builds an automaton over token ids. Its states are the states of the byte automaton `texts` that
-// are reached after a whole token. It has one more state, which is reached after an end token.
+// are reached after a whole token. If there are end tokens, it has one more state, which is reached
+// after an end token.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,
@@ -43,12 +44,16 @@ class Assembly {
           groups.push_back(edge->group);
         }
     }
-    const int32_t end_state = out.states++;
     const std::vector<int32_t> numbers = TokenClasses(groups_, budget_).name(groups, out);
-    const int32_t end_class = out.classes++, end_group = out.groups++;
-    for (const int32_t end : vocabulary_.ends()) out.token_class[index(end)] = end_class;
-    out.group_classes.push_back(end_class);
-    out.group_starts.push_back(static_cast<int32_t>(out.group_classes.size()));
+    const bool has_ends = !vocabulary_.ends().empty();
+    const int32_t end_state = out.states, end_group = out.groups;
+    if (has_ends) {
+      const int32_t end_class = out.classes++;
+      ++out.states, ++out.groups;
+      for (const int32_t end : vocabulary_.ends()) out.token_class[index(end)] = end_class;
+      out.group_classes.push_back(end_class);
+      out.group_starts.push_back(static_cast<int32_t>(out.group_classes.size()));
+    }
     out.edge_starts.push_back(0);
     std::vector<TokenEdge> row;
     for (size_t state = 0; state < texts_.states(); ++state) {
@@ -64,19 +69,21 @@ class Assembly {
         out.edge_states.push_back(to);
         out.edge_groups.push_back(group);
       }
-      if (texts_.accepting[state]) {
+      if (texts_.accepting[state] && has_ends) {
         out.edge_states.push_back(end_state);
         out.edge_groups.push_back(end_group);
       }
       out.edge_starts.push_back(static_cast<int32_t>(out.edge_states.size()));
       out.distances.push_back(distances[state]);
     }
-    out.edge_states.push_back(end_state);
-    out.edge_groups.push_back(end_group);
-    out.edge_starts.push_back(static_cast<int32_t>(out.edge_states.size()));
-    out.distances.push_back(0);
+    if (has_ends) {
+      out.edge_states.push_back(end_state);
+      out.edge_groups.push_back(end_group);
+      out.edge_starts.push_back(static_cast<int32_t>(out.edge_states.size()));
+      out.distances.push_back(0);
+    }
     budget_.check_edges(out.edge_states.size());
-    list_tokens(out);
+    complete_tables(out);
     return out;
   }
 
@@ -124,14 +131,29 @@ class Assembly {
   Budget& budget_;
 };
 
+// Returns an automaton that accepts the same texts, but with kTextStart before each text.
+ByteAutomaton start_text(const ByteAutomaton& texts) {
+  ByteAutomaton out;
+  out.starts.assign(1, 0);
+  append_edge(out, static_cast<uint8_t>(kTextStart), static_cast<uint8_t>(kTextStart), 1);
+  for (const ByteEdge& edge : texts.edges)
+    out.edges.push_back({edge.low, edge.high, edge.state + 1});
+  for (const uint32_t start : texts.starts) out.starts.push_back(start + 1);
+  out.accepting.push_back(texts.accepting.front());
+  out.accepting.insert(out.accepting.end(), texts.accepting.begin(), texts.accepting.end());
+  return out;
+}
+
 }  // namespace
 
 Automaton token_automaton(const ByteAutomaton& texts, const Vocabulary& vocabulary,
                           Budget& budget) {
+  const ByteAutomaton started = vocabulary.has_starts() ? start_text(texts) : ByteAutomaton{};
+  const ByteAutomaton& bytes = vocabulary.has_starts() ? started : texts;
   std::unique_ptr<TokenSets> sets = vocabulary.take_sets();
-  TokenWalks walks(texts, vocabulary, *sets, budget);
+  TokenWalks walks(bytes, vocabulary, *sets, budget);
   TokenEdges edges = walks.walk_all();
-  Automaton out = Assembly(texts, vocabulary, std::move(edges), walks.groups(), budget).make();
+  Automaton out = Assembly(bytes, vocabulary, std::move(edges), walks.groups(), budget).make();
   vocabulary.keep_sets(std::move(sets));
   return out;
 }

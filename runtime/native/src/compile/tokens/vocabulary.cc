@@ -23,31 +23,38 @@ void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t no
 
 }  // namespace
 
-Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
-                       std::vector<int32_t> ends, FirstToken first_token)
+Vocabulary::Vocabulary(std::vector<std::string> tokens, std::vector<std::string> starts,
+                       int32_t vocab_size, std::vector<int32_t> ends, FirstToken first_token)
     : tokens_(std::move(tokens)),
+      starts_(std::move(starts)),
       vocab_size_(vocab_size),
       ends_(std::move(ends)),
       first_token_(std::move(first_token)) {
-  if (ends_.empty())
-    fail(DLM_INVALID_ARGUMENT,
-         "constraints need an end token after the text, but this bundle has no end token");
   for (const int32_t end : ends_)
     if (end < 0 || end >= vocab_size_)
       fail(DLM_INVALID_ARGUMENT, "the end token %d is outside the vocabulary (0..%d)", end,
            vocab_size_ - 1);
-  std::vector<int32_t> order;
-  for (int32_t token = 0; token < vocab_size_ && index(token) < tokens_.size(); ++token)
-    if (!tokens_[index(token)].empty() &&
-        std::find(ends_.begin(), ends_.end(), token) == ends_.end())
-      order.push_back(token);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return tokens_[index(a)] < tokens_[index(b)]; });
+  for (std::string& start : starts_) start.insert(start.begin(), kTextStart);
+  std::vector<Entry> entries;
+  for (int32_t token = 0; token < vocab_size_ && index(token) < tokens_.size(); ++token) {
+    // A token that starts with kTextStart, such as a token for a single byte, is never in a text.
+    if (tokens_[index(token)].empty() || tokens_[index(token)].front() == kTextStart ||
+        std::find(ends_.begin(), ends_.end(), token) != ends_.end())
+      continue;
+    entries.push_back({tokens_[index(token)], token, false});
+    if (has_starts()) entries.push_back({starts_[index(token)], token, true});
+  }
+  std::stable_sort(entries.begin(), entries.end(),
+                   [](const Entry& a, const Entry& b) { return a.text < b.text; });
+  add(entries);
+}
+
+void Vocabulary::add(const std::vector<Entry>& entries) {
   node_of_.assign(index(vocab_size_), -1);
-  std::vector<int32_t> path;  // the tree nodes of all prefixes of the previous token
+  start_node_of_.assign(index(vocab_size_), -1);
+  std::vector<int32_t> path;  // the tree nodes of all prefixes of the previous text
   std::string_view before;
-  for (const int32_t token : order) {
-    const std::string_view text = tokens_[index(token)];
+  for (const auto& [text, token, is_start] : entries) {
     size_t shared = 0;
     while (shared < std::min(before.size(), text.size()) && before[shared] == text[shared])
       ++shared;
@@ -60,7 +67,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
       tree_.token_starts.push_back(static_cast<int32_t>(tree_.tokens.size()));
     }
     tree_.tokens.push_back(token);
-    node_of_[index(token)] = path.back();
+    (is_start ? start_node_of_ : node_of_)[index(token)] = path.back();
     before = text;
   }
   close(tree_, path, 0, tree_.size());
@@ -69,10 +76,12 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
 
 int32_t Vocabulary::first_node(std::string_view text) const {
   if (!first_token_ || text.empty()) return -1;
-  const int32_t token = first_token_(text);
+  const bool is_start = text.front() == kTextStart;
+  const int32_t token = first_token_(text.substr(is_start ? 1 : 0), is_start || !has_starts());
   if (token < 0 || token >= vocab_size_ || index(token) >= tokens_.size()) return -1;
-  const std::string& spelled = tokens_[index(token)];
-  return text.substr(0, spelled.size()) == spelled ? node_of_[index(token)] : -1;
+  const std::string& spelled = (is_start ? starts_ : tokens_)[index(token)];
+  if (text.substr(0, spelled.size()) != spelled) return -1;
+  return (is_start ? start_node_of_ : node_of_)[index(token)];
 }
 
 std::unique_ptr<TokenSets> Vocabulary::take_sets() const {
