@@ -45,6 +45,8 @@ POLICY: dict[str, Any] = {
     "sub_block_length": 0,
 }
 """The policy of a decision: one pass predicts and commits all positions of a block."""
+_NOISE = {"remask": "noise", "steps_per_block": 1, "temperature_drop": 0.0, "stable_entropy": 0.0}
+"""The fields of the policy that differ if the denoiser starts from random tokens."""
 _SLOT = re.compile("<mask:(.*?)>", re.DOTALL)
 
 
@@ -171,6 +173,7 @@ class Deciding:
         compile: Callable[[str], Constraint],
         tokenizer: Tokenizer,
         visible_block: int | None,
+        has_mask_token: bool,
         given: Sequence[int],
         parts: Sequence[str | tuple[str, _Slot]],
         passes: int,
@@ -178,6 +181,7 @@ class Deciding:
     ) -> None:
         self._compile, self._tokenizer = compile, tokenizer
         self._visible_block, self._given = visible_block, given
+        self._policy = POLICY | ({} if has_mask_token else _NOISE)
         self._parts, self._rest = parts, rest
         self._slots = {part[0]: part[1] for part in parts if not isinstance(part, str)}
         self._passes = min(passes, len(self._slots))
@@ -199,7 +203,7 @@ class Deciding:
             "constraint": self._compile(json.dumps(content)),
             "new_tokens": room,
         }
-        return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
+        return chosen | self._policy | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
         """Read the answers from ``made``, the result of a request with ``arguments``.
@@ -286,6 +290,8 @@ class Decides:
     if TYPE_CHECKING:
         _constraints: Constraints
         visible_block: int | None
+        mask_token_id: int
+        vocab_size: int
 
         @property
         def tokenizer(self) -> Tokenizer | None: ...
@@ -408,6 +414,7 @@ class Decides:
             lambda content: self._constraints.of_decisions(tokenizer, content, chosen),
             tokenizer,
             self.visible_block,
+            self.mask_token_id < self.vocab_size,
             given,
             parts,
             passes,

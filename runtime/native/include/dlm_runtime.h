@@ -193,9 +193,8 @@ typedef struct dlm_policy {
                           passes. A draft pass predicts the tokens of a block, and a causal pass
                           verifies them. Causal passes alone, which decide one token per pass, would
                           give the same text. "verify" needs cache "block" and select "argmax". It
-                          cannot be combined with constraints, guidance, sub-blocks, given tokens
-                          after the first undecided position, steps_per_block or
-                          dlm_request.steps */
+                          cannot be combined with guidance, sub-blocks, given tokens after the first
+                          undecided position, steps_per_block or dlm_request.steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
   const char* remask;  /* "none" (default) | "edit": each pass may also replace tokens of its block
                           that earlier passes decided, and more such passes run when all positions
@@ -204,9 +203,10 @@ typedef struct dlm_policy {
                           pass predicts all positions of the block. For the next pass, the positions
                           that `commit` chooses get their predicted tokens, and all others get new
                           random tokens. The last pass decides the block: each position gets its
-                          most likely token. "noise" needs commit "entropy_bound", "threshold" or
-                          "factor", and cache "block" or "none". It cannot be combined with
-                          constraints, guidance, sub-blocks or reserve "end" */
+                          most likely token or, with a constraint, its token in the most likely
+                          text. "noise" needs commit "entropy_bound", "threshold" or "factor", and
+                          cache "block" or "none". It cannot be combined with guidance, sub-blocks
+                          or reserve "end" */
   const char* cache; /* which keys and values passes reuse: "none" (default) | "prefix", "dual": for
                         full attention | "block", "block-dual": for block-causal attention. With
                         "block-dual", some passes run only a sub-block */
@@ -302,7 +302,7 @@ typedef struct dlm_policy {
                            "entropy_threshold". Each pass then commits at least one position of the
                            first unfinished block. With compare ">=", it always commits the position
                            with the highest score too. After an end token, all positions become end
-                           tokens. A value below 1 cannot be combined with edits or constraints */
+                           tokens. A value below 1 cannot be combined with edits */
   double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): the amount by
                               which the temperature falls over the planned passes of a block. In
                               pass k of n, it has fallen by temperature_drop * (k - 1) / n */
