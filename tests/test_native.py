@@ -54,8 +54,8 @@ FAKE = (
     "const void *OrtGetApiBase(void) { return &base; }\n"
 )
 # The tests of the program native_tests that need no files, and longer runs of these tests.
-NATIVE_TESTS = ("native_test", "runner_test", "constraint_test", "threads_test")
-LONG_NATIVE_TESTS = (("runner_test", "all"), ("constraint_test", "10000"))
+NATIVE_TESTS = ("native_test", "draw_test", "runner_test", "constraint_test", "threads_test")
+LONG_NATIVE_TESTS = (("draw_test", "5000"), ("runner_test", "all"), ("constraint_test", "10000"))
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Search path for programs: first the Python environment (pip install cmake ninja), then $PATH.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

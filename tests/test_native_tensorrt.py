@@ -188,13 +188,14 @@ class Told:
     """The output of the program device_driver.
 
     ``opened`` is (status, message) of opening the bundle. ``rounds`` contains (status, message) of
-    each request.
+    each request. ``log`` contains the lines of the log.
     ``counts`` contains the total number of calls of each mock function after each round.
     """
 
     opened: tuple[str, str]
     rounds: list[tuple[str, str]]
     counts: list[dict[str, int]]
+    log: list[str]
 
     def all_same(self) -> bool:
         return bool(self.rounds) and all(answer == ("OK", "same") for answer in self.rounds)
@@ -218,6 +219,7 @@ def drive(sanitized: Path, tmp_path: Path) -> Drive:  # noqa: F811
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
+            "DLM_NVRTC": "mock_cuda",
             "DLM_TENSORRT": "mock_nvinfer",
             "DLM_ONNXRUNTIME": "mock_onnxruntime",
             # The mock of ONNX Runtime does not call this library.
@@ -244,6 +246,7 @@ def drive(sanitized: Path, tmp_path: Path) -> Drive:  # noqa: F811
             answers("open")[0],
             answers("round"),
             [{key: int(n) for key, n in count.items()} for count in counts],
+            [line[4:] for line in lines if line.startswith("log ")],
         )
         assert lines[-1] == "live 0", "something of CUDA's was not given back"
         for forbidden in ("bad_access", "stale_graph"):
@@ -795,11 +798,16 @@ def test_an_engine_of_an_edited_entry_or_another_graph_is_refused_before_the_dri
 
 def in_python(program: str, bundle: Path, sanitized: Path, **variables: str) -> tuple[str, str]:  # noqa: F811
     """Run a Python program with the sanitized library. Returns the two lines that it prints."""
+    # AddressSanitizer finds the function that throws exceptions only if libstdc++ is loaded too.
+    preloaded = [
+        run(tool("gcc"), f"-print-file-name={name}").stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     done = run(
         *(sys.executable, "-c", program, bundle),
         DLM_RUNTIME_LIBRARY=str(sanitized / "libdlm_runtime.so"),
         DLM_CUDA_LIBRARY=str(sanitized / "libmock_cuda.so"),
-        LD_PRELOAD=run(tool("gcc"), "-print-file-name=libasan.so").stdout.strip(),
+        LD_PRELOAD=" ".join(preloaded),
         ASAN_OPTIONS="detect_leaks=0",
         **variables,
     )

@@ -258,9 +258,12 @@ def test_requests_with_windows_share_passes_and_prompts(windows: tuple[Path, Pat
 # ---- On mocks of CUDA and of ONNX Runtime ----
 
 
-def mock_bundle(folder: Path, **loop: Any) -> Path:
-    """Write a bundle whose graph chooses rows. ``loop`` changes the entry in the manifest."""
-    made = bundle_of(folder, graph("chooses_rows"))
+def mock_bundle(folder: Path, *more: str, **loop: Any) -> Path:
+    """Write a bundle whose graph chooses rows.
+
+    ``more`` are more lines of the graph. ``loop`` changes the entry in the manifest.
+    """
+    made = bundle_of(folder, graph("chooses_rows", *more))
     manifest = json.loads((made / "manifest.json").read_text())
     manifest["loop"]["graph"]["ports"] |= {name: name for name in ROW_PORTS}
     manifest["loop"] |= loop

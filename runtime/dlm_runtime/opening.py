@@ -97,6 +97,8 @@ def open(
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
         library = next(iter(_native.tensorrt_libraries().values()), None)
+    if engine == "tensorrt" or name == "nv_tensorrt_rtx":
+        providers.load_compiler()
     handle = _open(
         path,
         engine,

@@ -72,6 +72,16 @@ def load_libraries() -> None:
             ctypes.CDLL(str(path))
 
 
+def load_compiler() -> None:
+    """Load NVRTC from its installed wheel.
+
+    The native library finds the loaded NVRTC, and uses it to compile the kernel that draws tokens
+    on a GPU.
+    """
+    for path in _in_wheels()[f"libnvrtc.so.{_cuda_major()}"]:
+        ctypes.CDLL(str(path))
+
+
 def plugin_library() -> str | None:
     """Return the path of the TensorRT-RTX provider in NVIDIA's wheel, or None if it is missing.
 

@@ -35,7 +35,7 @@
  *   time may use a session or a job. As an exception, any thread may call dlm_session_cancel and
  *   dlm_job_cancel at any time. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
- *   dlm_open_options.on_log receives the log lines of the engine's library.
+ *   dlm_open_options.on_log receives log lines, most of them from the engine's library.
  * - Text is UTF-8. A text that is passed without its size must end with a NUL. Token ids are
  *   int32. */
 #ifndef DLM_RUNTIME_H
@@ -425,7 +425,8 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  * $XDG_CACHE_HOME/dlm-export or ~/.cache/dlm-export, unless other users can write there. All GPU
  * providers also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default libcuda.so.1).
  * If the bundle contains a graph for GPUs, the provider runs this graph. Sessions store their keys
- * and values on the GPU.
+ * and values on the GPU. Tokens are drawn there too if NVRTC can be loaded ($DLM_NVRTC, by default
+ * libnvrtc.so.13 or libnvrtc.so.12). Otherwise, all logits are copied to the host.
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
  * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file that was

@@ -14,12 +14,16 @@
 //     batch             number of requests per call, all with the same tokens
 //     max_batch         number of these requests that run at the same time
 //     steps             passes per block; 0: one pass per position
-//     cache, refresh, commit, score, remask, block, given, new, infill, rounds, threads, logits,
-//     engine, provider, device, allow_fallback, cuda_graphs
+//     cfg_scale         scale of the guidance, in tenths
+//     temperature       in tenths; 0: the most likely tokens
+//     top_p             in tenths
+//     cache, refresh, commit, score, score_of, remask, block, given, new, infill, rounds, threads,
+//     logits, engine, provider, device, allow_fallback, cuda_graphs, top_k, top_log_probs
 //
-// The first line of the output is "open STATUS text". Then each thread prints a line "round STATUS
-// text" per round. Its text is "same" if both engines gave the same canvas or logits. The line
-// "counts NAME=NUMBER ..." follows each round. The last line is "live N".
+// Lines of the log are printed as "log text". The first other line is "open STATUS text". Then each
+// thread prints a line "round STATUS text" per round. Its text is "same" if both engines gave the
+// same canvas or logits. The line "counts NAME=NUMBER ..." follows each round. The last line is
+// "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -38,12 +42,14 @@
 namespace {
 
 std::map<std::string, std::string> options = {
-    {"layers", ""},      {"cache", "none"}, {"commit", "static"},    {"score", "confidence"},
-    {"block", "8"},      {"given", "5"},    {"new", "24"},           {"infill", "0"},
-    {"rounds", "1"},     {"threads", "1"},  {"logits", "0"},         {"engine", "tensorrt"},
-    {"provider", "cpu"}, {"device", "0"},   {"allow_fallback", "0"}, {"cycle", "1"},
-    {"alternate", "0"},  {"refresh", "0"},  {"batch", "0"},          {"max_batch", "1"},
-    {"remask", "none"},  {"steps", "0"},    {"cuda_graphs", "0"}};
+    {"layers", ""},         {"cache", "none"},  {"commit", "static"},    {"score", "confidence"},
+    {"block", "8"},         {"given", "5"},     {"new", "24"},           {"infill", "0"},
+    {"rounds", "1"},        {"threads", "1"},   {"logits", "0"},         {"engine", "tensorrt"},
+    {"provider", "cpu"},    {"device", "0"},    {"allow_fallback", "0"}, {"cycle", "1"},
+    {"alternate", "0"},     {"refresh", "0"},   {"batch", "0"},          {"max_batch", "1"},
+    {"remask", "none"},     {"steps", "0"},     {"cuda_graphs", "0"},    {"score_of", "prediction"},
+    {"top_log_probs", "0"}, {"cfg_scale", "0"}, {"top_k", "0"},          {"temperature", "0"},
+    {"top_p", "10"}};
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
@@ -139,11 +145,18 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
   policy.refresh = number("refresh");
   policy.remask = options["remask"].c_str();
   policy.steps_per_block = number("steps");
+  policy.score_of = options["score_of"].c_str();
+  policy.cfg_scale = number("cfg_scale") / 10.0;
+  if (number("temperature") > 0) {
+    policy.select = "sample", policy.seed = 5, policy.temperature = number("temperature") / 10.0;
+    policy.top_p = number("top_p") / 10.0, policy.top_k = number("top_k");
+  }
   policy.threshold = 0.7;
   generate.policy = &policy;
   const int more = number("alternate") == 0 ? round : round % 2 == 0 ? 0 : round / 2;
   generate.new_tokens = number("new") + thread + more % number("cycle");
   if (generate.new_tokens == 0) generate.max_new_tokens = 0;
+  generate.top_log_probs = number("top_log_probs");
   const auto given = static_cast<size_t>(number("given"));
   std::vector<int32_t> canvas(given);
   for (size_t i = 0; i < given; ++i)
@@ -213,6 +226,7 @@ int main(int argc, char** argv) {
   open.device = number("device");
   open.allow_fallback = number("allow_fallback");
   open.cuda_graphs = number("cuda_graphs");
+  open.on_log = [](void*, int32_t, const char* text) { std::printf("log %s\n", text); };
   const dlm_status opened = argc > 1
                                 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle)
                                 : DLM_INVALID_ARGUMENT;

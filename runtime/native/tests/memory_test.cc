@@ -121,7 +121,7 @@ class Sharing final : public dlm::HostEngine {
   explicit Sharing(dlm::CacheShape cache) : HostEngine(std::move(cache)) {}
   bool takes_segments() const override { return true; }
   std::string description() const override { return "shared"; }
-  void run(const dlm_pass& pass, const std::vector<dlm::Segment>&,
+  void run(const dlm::Pass& pass, const std::vector<dlm::Segment>&,
            const dlm::WindowRows&) override {
     ::run(nullptr, &pass);
   }

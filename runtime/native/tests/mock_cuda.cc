@@ -7,21 +7,30 @@
 // (default 120, which means 12.0). $MOCK_CUDA_DEVICES is the number of devices (default 1).
 // $MOCK_CUDA_BYTES is the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls
 // that fail.
+//
+// The library is also a mock of libnvrtc.so. The kernel that the mock launches is the runtime's
+// kernel for draws, compiled for the host.
 #include "mock_cuda.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "engines/cuda/draw_kernel.h"
 
 struct CUgraph_st {
   std::vector<std::function<void()>> work;
 };
 struct CUgraphExec_st : CUgraph_st {};
+struct CUmod_st {};
 struct CUstream_st {
   std::vector<std::function<void()>> pending;
   CUgraph capturing = nullptr;
@@ -59,6 +68,9 @@ const char* variable(const char* name, const char* fallback) {
 size_t device_bytes() {
   return static_cast<size_t>(std::atoll(variable("MOCK_CUDA_BYTES", "1073741824")));
 }
+
+// The code that the mock of NVRTC makes for the devices.
+std::string code() { return std::string("mock code for SM ") + variable("MOCK_CUDA_SM", "120"); }
 
 void add(const std::string& count) {
   const std::lock_guard<std::mutex> lock(state().mutex);
@@ -415,6 +427,97 @@ CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
   CALL(cuGraphLaunch, CUDA_ERROR_LAUNCH_FAILED);
   for (const auto& work : graph->work) mock::submit(stream, work);
   return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  CALL(cuModuleLoadData, CUDA_ERROR_OUT_OF_MEMORY);
+  if (static_cast<const char*>(image) != code()) return CUDA_ERROR_INVALID_IMAGE;
+  *module = remember(new CUmod_st);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+  CALL(cuModuleGetFunction, CUDA_ERROR_NOT_FOUND);
+  if (std::string(name) != "dlm_draw") return CUDA_ERROR_NOT_FOUND;
+  *function = reinterpret_cast<CUfunction>(module);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+  CALL(cuModuleUnload, CUDA_ERROR_LAUNCH_FAILED);
+  return forget(module);
+}
+
+CUresult cuLaunchKernel(CUfunction, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned,
+                        unsigned, unsigned, CUstream stream, void** parameters, void**) {
+  CALL(cuLaunchKernel, CUDA_ERROR_LAUNCH_FAILED);
+  if (threads != dlm::draw_kernel::kThreads) return CUDA_ERROR_INVALID_VALUE;
+  dlm::draw_kernel::Arguments given;
+  std::memcpy(&given, parameters[0], sizeof given);
+  bool is_inside = true;
+  const auto view = [&](auto*& array, size_t count) {
+    void* const host = mock::view(reinterpret_cast<CUdeviceptr>(array),
+                                  std::max<size_t>(count * sizeof *array, 1));
+    is_inside = is_inside && host != nullptr;
+    array = static_cast<std::remove_reference_t<decltype(array)>>(host);
+  };
+  const size_t rows = blocks, candidates = rows * static_cast<size_t>(given.top_k);
+  view(given.logits, rows * static_cast<size_t>(given.vocab_size));
+  view(given.rows, rows), view(given.drawn, rows), view(given.entropy, rows);
+  view(given.unused, 2 * static_cast<size_t>(given.unused_count));
+  view(given.tokens, candidates), view(given.probs, candidates), view(given.log_odds, candidates);
+  if (!is_inside) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  mock::submit(stream, [=] {
+    const auto block = std::make_unique<dlm::draw_kernel::Block>();
+    for (unsigned row = 0; row < blocks; ++row)
+      dlm::draw_kernel::Row(*block, given, static_cast<int32_t>(row)).run();
+  });
+  return CUDA_SUCCESS;
+}
+
+// ---- NVRTC ----
+
+// A program is the text of its source.
+using Program = std::string*;
+
+int nvrtcCreateProgram(Program* program, const char* source, const char*, int, const char* const*,
+                       const char* const*) {
+  *program = new std::string(source);
+  return 0;
+}
+
+int nvrtcCompileProgram(Program program, int count, const char* const* options) {
+  if (mock::note("nvrtcCompileProgram")) return 6;
+  const std::string wanted =
+      std::string("--gpu-architecture=sm_") + variable("MOCK_CUDA_SM", "120");
+  const bool is_right = std::find(options, options + count, wanted) != options + count &&
+                        program->find("dlm_draw(") != std::string::npos;
+  return is_right ? 0 : 6;
+}
+
+int nvrtcGetCUBINSize(Program, size_t* bytes) {
+  *bytes = code().size() + 1;
+  return 0;
+}
+
+int nvrtcGetCUBIN(Program, char* to) {
+  std::strcpy(to, code().c_str());
+  return 0;
+}
+
+int nvrtcGetProgramLogSize(Program, size_t* bytes) {
+  *bytes = sizeof "the kernel is bad";
+  return 0;
+}
+
+int nvrtcGetProgramLog(Program, char* to) {
+  std::strcpy(to, "the kernel is bad");
+  return 0;
+}
+
+int nvrtcDestroyProgram(Program* program) {
+  delete *program;
+  return 0;
 }
 
 }  // extern "C"

@@ -22,6 +22,7 @@ struct Shape {
   std::vector<Layer> layers;
   int32_t vocab, mask, top_k;
   int32_t conditioning = 0;  // C; 0: the denoiser has no self-conditioning
+  int32_t candidates = 0;    // if this is not 0, tokens from this id on are never candidates
 };
 
 struct Pass {
@@ -85,19 +86,24 @@ inline void denoise(const Shape& shape, const Pass& pass) {
                               static_cast<uint64_t>(pass.ids[row]));
     // A number below 1 that a float represents exactly.
     const float best = 0.5f + static_cast<float>(word >> 48) / 131072.0f;
+    const int32_t choices = shape.candidates > 0 ? shape.candidates : shape.vocab - 1;
     for (int32_t k = 0; k < shape.top_k; ++k) {
-      const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) %
-                                              static_cast<uint64_t>(shape.vocab - 1));
+      const auto token =
+          static_cast<int32_t>((word + static_cast<uint64_t>(k)) % static_cast<uint64_t>(choices));
       pass.top_tokens[r * shape.top_k + k] = token < shape.mask ? token : token + 1;
       const float prob = k == 0 ? best : (1 - best) / static_cast<float>(k + 1);
       pass.top_probs[r * shape.top_k + k] = prob;
       pass.top_log_odds[r * shape.top_k + k] = std::log(prob / (1 - prob));
     }
     if (pass.entropy != nullptr) pass.entropy[r] = best - 1;
-    if (pass.logits != nullptr)
+    if (pass.logits != nullptr) {
+      // The logits are below 8, but those of the candidates are above.
+      float* const logits = pass.logits + static_cast<int64_t>(r) * shape.vocab;
       for (int32_t v = 0; v < shape.vocab; ++v)
-        pass.logits[static_cast<int64_t>(r) * shape.vocab + v] =
-            static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44);
+        logits[v] = static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44) / 131072.0f;
+      for (int32_t k = 0; k < shape.top_k; ++k)
+        logits[pass.top_tokens[r * shape.top_k + k]] = static_cast<float>(8 + shape.top_k - k);
+    }
     if (pass.next_conditioning != nullptr)
       for (int64_t i = 0; i < shape.conditioning; ++i)
         pass.next_conditioning[int64_t{r} * shape.conditioning + i] = static_cast<float>(

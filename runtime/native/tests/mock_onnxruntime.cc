@@ -8,6 +8,7 @@
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
 //   conditioning C                            (only if the denoiser has self-conditioning)
 //   chooses_rows                              (only if passes choose cached rows)
+//   candidates N                              (only if tokens from N on are never candidates)
 //   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
 // For an invalid graph, the text may also have the line "nan".
 //
@@ -19,10 +20,10 @@
 // provider writes a file "kernels" to its folder nv_runtime_cache_path.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
-// device, and all other arrays must be in host memory. If a pass has a CUDA graph, all arrays must
-// be on the device, and must have the addresses and sizes that they had when the graph was
-// captured. If work is still queued on the engine's streams when a pass starts, the pass does not
-// see the results of this work.
+// device, and all other arrays except the logits must be in host memory. If a pass has a CUDA
+// graph, all arrays must be on the device, and must have the addresses and sizes that they had when
+// the graph was captured. If work is still queued on the engine's streams when a pass starts, the
+// pass does not see the results of this work.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -176,6 +177,8 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
           {kv_heads, head_size * static_cast<int32_t>(element_bytes(session->cache_type))});
     } else if (word == "conditioning") {
       words >> session->shape.conditioning;
+    } else if (word == "candidates") {
+      words >> session->shape.candidates;
     } else if (word == "chooses_rows") {
       session->chooses_rows = true;
     } else if (word == "nan") {
@@ -357,9 +360,10 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions* options, const char* co
   }
   std::map<std::string, uint8_t*> data;
   for (const auto& [name, value] : values) {
-    const bool is_cache =
-        graph != "-1" || name.compare(0, 5, "past_") == 0 || name.compare(0, 8, "present_") == 0;
-    data[name] = static_cast<uint8_t*>(view(*session, *value, is_cache));
+    const bool is_on_device = graph != "-1" || name.compare(0, 5, "past_") == 0 ||
+                              name.compare(0, 8, "present_") == 0 ||
+                              (name == "logits" && value->where.name == "Cuda");
+    data[name] = static_cast<uint8_t*>(view(*session, *value, is_on_device));
     if (data[name] == nullptr && value->bytes > 0) return refuse("outside of memory: " + name);
     size_t bytes = element_bytes(value->type);
     for (const int64_t dim : value->shape) bytes *= static_cast<size_t>(dim);
@@ -501,6 +505,8 @@ void fill_table() {
   const auto ignore = [](OrtSessionOptions*, int) -> OrtStatus* { return nullptr; };
   put<SetSessionExecutionMode>(ignore), put<SetSessionLogSeverityLevel>(ignore),
       put<SetSessionGraphOptimizationLevel>(ignore);
+  put<SetUserLoggingFunction>(
+      [](OrtSessionOptions*, auto, void*) -> OrtStatus* { return nullptr; });
   put<SetIntraOpNumThreads>(ignore), put<SetInterOpNumThreads>(ignore);
   put<DisableMemPattern>([](OrtSessionOptions*) -> OrtStatus* { return nullptr; });
   put<CreateCustomOpDomain>([](const char*, OrtCustomOpDomain** out) {

@@ -295,7 +295,7 @@ void test_callback_engine(Tally& tally) {
   };
   const dlm::CacheShape cache{{1, 2, 4}};
   const auto engine = dlm::make_callback(note, &seen, with_cache(cache));
-  const dlm_pass pass{};
+  const dlm::Pass pass{};
   engine->run(pass, {}, {});
   CHECK(seen.pass == &pass);
   CHECK(engine->description() == "callback");
@@ -390,7 +390,7 @@ void test_host_contexts(Tally& tally) {
   int batch = 0;
   const auto make = [&](int first, int last, int length, dlm::CacheUse use) {
     const bool reads = use == dlm::CacheUse::read || use == dlm::CacheUse::refresh;
-    dlm_pass pass{};
+    dlm::Pass pass{};
     pass.batch = batch, pass.tokens = last - first, pass.cached = reads ? length - pass.tokens : 0;
     pass.position_ids = positions.data() + first;
     context->run(pass, use, false);
@@ -422,7 +422,7 @@ void test_host_contexts(Tally& tally) {
   CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() &&
         engine->max_batch() == INT32_MAX);
   const auto none = dlm::make_none(rows.cache);
-  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none, false),
+  CHECK_ERROR(none->open_context(1 << 10)->run(dlm::Pass{}, dlm::CacheUse::none, false),
               DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
@@ -442,7 +442,7 @@ void test_rows_through_random_ranges(Tally& tally) {
     const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
     const auto context = engine->open_context(1 << 10);
     const int length = random(2, 24);
-    dlm_pass pass{};
+    dlm::Pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
     context->run(pass, dlm::CacheUse::write, false);
     // The positions whose rows are not cached: `first` to `last` - 1. The next pass must include
@@ -653,7 +653,7 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
     using HostEngine::HostEngine;
-    void run(const dlm_pass&, const std::vector<dlm::Segment>&, const dlm::WindowRows&) override {}
+    void run(const dlm::Pass&, const std::vector<dlm::Segment>&, const dlm::WindowRows&) override {}
     std::string description() const override { return "one"; }
     int32_t max_batch() const override { return 1; }
   };

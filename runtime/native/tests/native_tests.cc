@@ -10,6 +10,7 @@ int main(int count, char** arguments) {
   const std::map<std::string, int (*)(int, char**)> tests = {
 
       {"constraint_test", constraint_test},
+      {"draw_test", draw_test},
       {"native_test", native_test},
       {"runner_test", runner_test},
       {"text_test", text_test},

@@ -56,7 +56,7 @@ class Summing final : public dlm::HostEngine {
   void take(std::chrono::microseconds time) { time_ = time; }
   double costliest_shared() const { return costliest_shared_; }
 
-  void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments,
+  void run(const dlm::Pass& pass, const std::vector<dlm::Segment>& segments,
            const dlm::WindowRows& window) override {
     if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
     if (mask_ == kVocabulary) check_tokens(pass);

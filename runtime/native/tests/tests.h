@@ -3,6 +3,7 @@
 #pragma once
 
 int constraint_test(int count, char** arguments);
+int draw_test(int count, char** arguments);
 int native_test(int count, char** arguments);
 int runner_test(int count, char** arguments);
 int text_test(int count, char** arguments);

@@ -238,7 +238,7 @@ void Arena::add_segments(const Part& part, int64_t first) {
   if (window_ > 0 && window_rows_.segments.size() == window_before) add_window(0, 0, 0);
 }
 
-void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
+void Arena::run(Pass& pass, const std::vector<Part>& parts) {
   bool has_past = false, keeps = false;
   segments_.clear();
   window_rows_.segments.clear();

@@ -88,7 +88,7 @@ class Arena {
 
   // Runs a pass over all parts, in the given order, with batch size 1. Sets the pass's pointers to
   // keys and values, and throws the same errors as Context::run.
-  void run(dlm_pass& pass, const std::vector<Part>& parts);
+  void run(Pass& pass, const std::vector<Part>& parts);
 
   // Lets other requests use the pages that contain the first `rows` positions of a canvas. The rows
   // must be stored, and must have been computed from the canvas's final tokens.

@@ -195,8 +195,8 @@ class HostContext final : public Context {
     }
   }
 
-  void run(const dlm_pass& wanted, CacheUse use, bool) override {
-    dlm_pass pass = wanted;
+  void run(const Pass& wanted, CacheUse use, bool) override {
+    Pass pass = wanted;
     for (LayerGroup& group : groups_) group.begin(pass, use, pointers_);
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));
     engine_.run(pass, {}, {std::min(pass.cached, window_)});
@@ -225,7 +225,7 @@ class None final : public HostEngine {
  public:
   using HostEngine::HostEngine;
 
-  void run(const dlm_pass&, const std::vector<Segment>&, const WindowRows&) override {
+  void run(const Pass&, const std::vector<Segment>&, const WindowRows&) override {
     fail(DLM_UNSUPPORTED,
          "the bundle was opened with engine \"none\", which runs no passes: open it with another "
          "engine");

@@ -124,7 +124,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     const int32_t at = turn.positions[row] - first;
     const Place& place = places_[at];
     const float best_prob = predictions.probs[row * top_k];
-    const double prob = prob_of(path_[at], place.logits, place.best, best_prob);
+    const double behind = behind_of(path_[at], place.logits, place.best);
+    const double prob = prob_behind(behind, best_prob);
     proposals.tokens[row] = path_[at];
     proposals.probs[row] = prob;
     // The margin of a row is the probability of the proposed token minus the highest probability of
@@ -134,9 +135,9 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     else if (!turn.is_edit(row) && policy_.score == Score::margin && path_[at] != place.best)
       proposals.scores[row] = score_of(prob - static_cast<double>(best_prob));
     else
-      proposals.scores[row] = score_row(
-          policy_, turn, predictions, denoiser_.top_k, row,
-          log_odds_of(path_[at], place.logits, place.best, predictions.log_odds_at(row * top_k)));
+      proposals.scores[row] =
+          score_row(policy_, turn, predictions, denoiser_.top_k, row,
+                    log_odds_behind(behind, predictions.log_odds_at(row * top_k)));
   }
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/gumbel.h"
 
 namespace dlm {
 namespace {

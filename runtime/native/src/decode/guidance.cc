@@ -14,20 +14,8 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
   probs_.assign(rows * top_k, 0);
   log_odds_.assign(rows * top_k, std::numeric_limits<float>::quiet_NaN());
   entropy_.assign(rows, 0);
-  constexpr float kInfinite = std::numeric_limits<float>::infinity(),
-                  kLowest = std::numeric_limits<float>::lowest();
-  for (size_t i = 0; i < logits_.size(); ++i) {
-    const float with = conditional.logits[i], without = unconditional[i];
-    const double guided = static_cast<double>(without) +
-                          (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // If one of the two predictions gives a token the logit -inf, the token's guided logit is -inf
-    // too, so it is ruled out. A guided logit that overflows to -inf must not rule its token out,
-    // so it becomes the lowest finite number.
-    logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
-                 : guided < static_cast<double>(kLowest)     ? kLowest
-                 : guided > -static_cast<double>(kLowest)    ? kInfinite
-                                                             : static_cast<float>(guided);
-  }
+  for (size_t i = 0; i < logits_.size(); ++i)
+    logits_[i] = guided_logit(conditional.logits[i], unconditional[i], scale);
   for (size_t row = 0; row < rows; ++row) rank(denoiser, row);
   return {tokens_.data(), probs_.data(), log_odds_.data(), entropy_.data(), logits_.data()};
 }
@@ -57,7 +45,7 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   for (size_t i = 0; i < count; ++i) {
     probs_[row * top_k + i] = static_cast<float>(std::exp(behind(best[i])) / (1 + others));
     log_odds_[row * top_k + i] =
-        static_cast<float>(log_odds_of(best[i], logits, best[0], -std::log(others)));
+        static_cast<float>(log_odds_behind(behind(best[i]), -std::log(others)));
   }
   entropy_[row] = static_cast<float>(product / (1 + others) - std::log1p(others));
 }

@@ -123,8 +123,8 @@ std::vector<size_t> LockstepPasses::choose(const std::vector<Member*>& members, 
   return chosen;
 }
 
-dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
-                             PassSeconds& seconds) {
+Pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
+                         PassSeconds& seconds) {
   Lane& lane = *static_cast<const LaneMember*>(members.front())->lane;
   lane.has_begun = true;
   lane.lay_out_rows();
@@ -137,7 +137,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     pieces.push_back(
         {&request.canvas(canvas), rows, stage.is_draft, stage.is_updated, &request.conditioning()});
   }
-  dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
+  Pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass must score at least one row, even if no request needs this row
   for (const Member* const member : members)
@@ -155,6 +155,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   prepare_scores(denoiser_, pass, needs_of(members), buffers);
   set_temperatures(members, buffers);
+  set_draws(members, pass);
   if (pass.cached > 0 && !(lane.kept == rows)) {
     const Stopwatch timer(seconds.cache);
     lane.context->keep_outside(rows.first, rows.last);

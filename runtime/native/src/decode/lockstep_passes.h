@@ -48,8 +48,7 @@ class LockstepPasses final : public PassMaker {
   std::unique_ptr<Member> start(Request& request, const PassLimits& limits) override;
   std::vector<size_t> choose(const std::vector<Member*>& members,
                              const PassLimits& limits) override;
-  dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
-               PassSeconds& seconds) override;
+  Pass run(const std::vector<Member*>& members, Buffers& buffers, PassSeconds& seconds) override;
   uint64_t cache_bytes() const override;
 
  private:

@@ -36,8 +36,8 @@ const float* join_conditioning(const Denoiser& denoiser, const std::vector<Piece
 
 }  // namespace
 
-dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
-                      Buffers& buffers) {
+Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
+                  Buffers& buffers) {
   buffers.input_ids.clear(), buffers.position_ids.clear();
   for (const Piece& piece : pieces) {
     const auto [first, last] = piece.rows;
@@ -47,8 +47,8 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
                              piece.canvas->begin() + last);
     for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(start + i);
   }
-  dlm_pass pass{};
-  pass.struct_size = sizeof pass;
+  Pass pass{};
+  pass.struct_size = sizeof(dlm_pass);
   pass.batch = batch;
   pass.tokens = static_cast<int32_t>(buffers.input_ids.size()) / batch;
   pass.input_ids = buffers.input_ids.data();
@@ -58,8 +58,7 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
   return pass;
 }
 
-void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs,
-                    Buffers& buffers) {
+void prepare_scores(const Denoiser& denoiser, Pass& pass, const Needs& needs, Buffers& buffers) {
   const size_t scored = buffers.score_rows.size(), candidates = scored * denoiser.top_k;
   buffers.top_tokens.resize(candidates);
   buffers.top_probs.resize(candidates);
@@ -78,6 +77,12 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
     buffers.next_conditioning.resize(scored * denoiser.passed_conditioning());
     pass.next_conditioning = buffers.next_conditioning.data();
   }
+  if (needs.draws) {
+    buffers.draws.denoiser = &denoiser;
+    buffers.draws.rows.assign(scored, {});
+    buffers.draws.drawn.resize(scored);
+    pass.draws = &buffers.draws;
+  }
   if (!needs.logits) return;
   buffers.logits.resize(scored * denoiser.vocab_size);
   pass.logits = buffers.logits.data();
@@ -92,7 +97,7 @@ void rule_out_unused(const Denoiser& denoiser, const dlm_pass& pass) {
                   -std::numeric_limits<float>::infinity());
 }
 
-Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const Pass& pass,
                            size_t first, size_t apart, Buffers& buffers) {
   const size_t candidate = first * denoiser.top_k, width = denoiser.vocab_size;
   const Predictions found{pass.top_tokens + candidate,
@@ -102,8 +107,10 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
                           pass.logits == nullptr ? nullptr : pass.logits + first * width,
                           pass.next_conditioning == nullptr
                               ? nullptr
-                              : pass.next_conditioning + first * denoiser.passed_conditioning()};
-  if (request.guidance() == 0 || request.positions().empty()) return found;
+                              : pass.next_conditioning + first * denoiser.passed_conditioning(),
+                          pass.draws == nullptr ? nullptr : pass.draws->drawn.data() + first};
+  const bool guides_here = request.guidance() > 0 && pass.draws == nullptr;
+  if (!guides_here || request.positions().empty()) return found;
   return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,
                               request.positions().size());
 }
@@ -152,14 +159,14 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
     return prepare_pass(denoiser, pieces, batch, buffers);
   };
   if (cached > 0) {
-    dlm_pass full = prepare({0, length});
+    Pass full = prepare({0, length});
     buffers.score_rows.assign(made_up.size(), 0);
     prepare_scores(denoiser, full, {}, buffers);
     before_pass();
     context.run(full, CacheUse::write, false);
     context.keep_outside(cached, length);
   }
-  dlm_pass pass = prepare({cached, length});
+  Pass pass = prepare({cached, length});
   pass.cached = cached;
   buffers.score_rows.clear();
   for (int32_t request = 0; request < batch; ++request)

@@ -8,7 +8,7 @@
 //   4. The engine runs the pass.
 //   5. rule_out_unused excludes the ids that are no tokens.
 //   6. predictions_of returns each request's part of the outputs.
-// The pointers in a dlm_pass point into the Buffers. The dlm_pass is valid until the Buffers are
+// The pointers in a Pass point into the Buffers. The Pass is valid until the Buffers are
 // used for the next pass.
 //
 // The scored rows are the rows for which the pass predicts tokens. The scored rows of all requests
@@ -38,6 +38,7 @@ struct Buffers {
   std::vector<int32_t> top_tokens;
   std::vector<float> top_probs, top_log_odds, entropy, logits;
   std::vector<float> conditioning, temperature, next_conditioning;
+  Draws draws;
   Proposals proposals;
   Guided guided;
 };
@@ -74,14 +75,14 @@ struct Piece {
 // Prepares a pass of batch size `batch` over the pieces. Sets only the inputs of the pass;
 // prepare_scores adds the outputs. If the pass has only one piece, the pass reads the piece's
 // self-conditioning without a copy.
-dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
-                      Buffers& buffers);
+Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
+                  Buffers& buffers);
 
 // Prepares the pass to score the rows in buffers.score_rows, which has shape [B, R]. Allocates
 // memory for the candidates, and for the other outputs that `needs` selects. If the denoiser has
 // self-conditioning, sets the temperature of all rows to 1. The caller may then change
 // buffers.temperature.
-void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
+void prepare_scores(const Denoiser& denoiser, Pass& pass, const Needs& needs, Buffers& buffers);
 
 // Sets the logits of the denoiser's unused_tokens to -inf, so that no proposer chooses them. The
 // graph's candidates do not contain them.
@@ -89,7 +90,7 @@ void rule_out_unused(const Denoiser& denoiser, const dlm_pass& pass);
 
 // Returns the part of the outputs that belongs to one request. `first` and `apart` are the fields
 // first_row and apart of the request's Member.
-Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const Pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
 // Throws an Error with status DLM_UNSUPPORTED if the engine cannot run `batch` canvases in one

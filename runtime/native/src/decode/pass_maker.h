@@ -89,8 +89,7 @@ class PassMaker {
                                      const PassLimits& limits) = 0;
 
   // Runs one pass for the chosen members. Throws the errors of the engine.
-  virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
-                       PassSeconds& seconds) = 0;
+  virtual Pass run(const std::vector<Member*>& members, Buffers& buffers, PassSeconds& seconds) = 0;
 
   // Returns the number of bytes of keys and values that all running requests currently use.
   virtual uint64_t cache_bytes() const = 0;
@@ -114,14 +113,17 @@ inline RowCounts rows_of(const Request& request, int32_t page_rows) {
 }
 
 // Returns the outputs that at least one of the members needs. The candidates are not included,
-// because every pass returns the candidates.
+// because every pass returns the candidates. If a member needs the logits, they are copied to the
+// host, and all members draw there.
 inline Needs needs_of(const std::vector<Member*>& members) {
   Needs needs;
   for (const Member* const member : members) {
     needs.entropy |= member->needs.entropy;
     needs.logits |= member->needs.logits;
     needs.conditioning |= member->needs.conditioning;
+    needs.draws |= member->needs.draws;
   }
+  if (needs.draws && needs.logits) needs.draws = false;
   return needs;
 }
 
@@ -132,6 +134,14 @@ inline void set_temperatures(const std::vector<Member*>& members, Buffers& buffe
   for (const Member* const member : members)
     std::fill_n(buffers.temperature.begin() + static_cast<std::ptrdiff_t>(member->first_row),
                 member->request.positions().size(), member->request.graph_temperature());
+}
+
+// Sets what the engine must draw from the rows of each member, if it draws. Call this function
+// after prepare_scores.
+inline void set_draws(const std::vector<Member*>& members, Pass& pass) {
+  if (pass.draws == nullptr) return;
+  for (const Member* const member : members)
+    member->request.set_draws(pass.draws->rows, member->first_row, member->apart);
 }
 
 // Makes a PassMaker for an engine that accepts segments. Returns NULL if the engine does not accept

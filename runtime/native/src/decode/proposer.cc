@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "decode/random.h"
+#include "base/random.h"
 #include "decode/sampling.h"
 
 namespace dlm {
@@ -38,32 +38,49 @@ class Sampled final : public Proposer {
   Sampled(const Denoiser& denoiser, const Policy& policy) : denoiser_(denoiser), policy_(policy) {}
 
   Needs needs(const Turn&) const override {
-    return {policy_.score == Score::entropy && policy_.score_of != ScoreOf::draw, true};
+    Needs found;
+    found.entropy = policy_.score == Score::entropy && policy_.score_of != ScoreOf::draw;
+    found.draws = true;
+    return found;
+  }
+
+  void set_draws(const Turn& turn, DrawRow* rows) const override {
+    for (size_t row = 0; row < turn.positions.size(); ++row) rows[row] = wanted(turn, row);
   }
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
-    const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
-    const Sampling sampling{turn.temperature, policy_.top_p, policy_.top_k};
     for (size_t row = 0; row < turn.positions.size(); ++row) {
-      const float* const logits = predictions.logits + row * width;
-      const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes),
-                        static_cast<uint32_t>(turn.positions[row])};
-      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id,
-                                      sampling, key, told());
+      const auto& [draw, behind] =
+          predictions.draws != nullptr ? predictions.draws[row] : draw_here(turn, predictions, row);
+      const size_t best = row * denoiser_.top_k;
       proposals.tokens[row] = draw.token;
-      const size_t best = row * top_k;
-      const int32_t best_token = predictions.tokens[best];
-      proposals.probs[row] = prob_of(draw.token, logits, best_token, predictions.probs[best]);
+      proposals.probs[row] = prob_behind(behind, predictions.probs[best]);
       proposals.scores[row] =
           std::isfinite(draw.prob)
               ? score(turn, predictions, row,
-                      log_odds_of(draw.token, logits, best_token, predictions.log_odds_at(best)),
-                      draw)
+                      log_odds_behind(behind, predictions.log_odds_at(best)), draw)
               : draw.prob;
     }
   }
 
  private:
+  DrawRow wanted(const Turn& turn, size_t row) const {
+    DrawRow found{};
+    found.sampling = {turn.temperature, policy_.top_p, policy_.top_k};
+    found.key = {policy_.seed, static_cast<uint32_t>(turn.passes),
+                 static_cast<uint32_t>(turn.positions[row])};
+    found.told = told();
+    return found;
+  }
+
+  Drawn draw_here(const Turn& turn, const Predictions& predictions, size_t row) {
+    const float* const logits = predictions.logits + row * denoiser_.vocab_size;
+    const DrawRow found = wanted(turn, row);
+    const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id,
+                                    found.sampling, found.key, found.told);
+    return {draw, behind_of(draw.token, logits, predictions.tokens[row * denoiser_.top_k])};
+  }
+
   // Returns which fields of a Draw the policy's score needs.
   Told told() const {
     if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
@@ -92,17 +109,7 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
   return std::make_unique<Argmax>(denoiser, policy);
 }
 
-double prob_of(int32_t token, const float* logits, int32_t best, float best_prob) {
-  return best_prob *
-         std::exp(static_cast<double>(logits[token]) - static_cast<double>(logits[best]));
-}
-
-double log_odds_of(int32_t token, const float* logits, int32_t best, double best_log_odds) {
-  const double behind = static_cast<double>(logits[token]) - static_cast<double>(logits[best]);
-  if (behind >= 0) return best_log_odds;
-  // exp(-best_log_odds) is the sum of all other exponentials, divided by that of the best token.
-  return behind - std::log(std::exp(-best_log_odds) - std::expm1(behind));
-}
+double prob_behind(double behind, float best_prob) { return best_prob * std::exp(behind); }
 
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best) {
   size_t found = 0;

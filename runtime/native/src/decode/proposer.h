@@ -23,6 +23,11 @@ namespace dlm {
 // output for the rows of all requests.
 struct Needs {
   bool entropy = false, logits = false, conditioning = false;
+  // The tokens that Proposer::set_draws asks for. The pass draws them on the device if it can.
+  // Otherwise, it returns the logits.
+  bool draws = false;
+
+  bool computes_logits() const { return logits || draws; }
 };
 
 // The outputs of a pass for the R positions of one request whose tokens the pass predicts. Each
@@ -39,6 +44,7 @@ struct Predictions {
   const float* logits;
   // [R, C], the self-conditioning for the next pass over the block; NULL if no request needs it
   const float* next_conditioning = nullptr;
+  const Drawn* draws = nullptr;  // [R]; NULL if the proposer must draw from the logits
 
   // Returns the log odds of a candidate. `at` is an index into `probs`.
   double log_odds_at(size_t at) const {
@@ -93,6 +99,10 @@ class Proposer {
   // before every pass.
   virtual Needs needs(const Turn& turn) const = 0;
 
+  // Sets what the engine draws from each row of the next pass, if the engine draws. `rows` has one
+  // entry for each position.
+  virtual void set_draws(const Turn& /*turn*/, DrawRow* /*rows*/) const {}
+
   // Fills `proposals` with one row for each position of the turn. There is at least one position.
   // If a score is NaN or a probability is not finite, the request ends with an error. If
   // turn.is_edit(row) is true, the score of the row must be that of the proposed token's
@@ -134,12 +144,14 @@ class Proposer {
 // Creates the proposer that the policy selects. `denoiser` must outlive the proposer.
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy);
 
-// Returns the probability of `token`. The function computes it from the logits of `token` and of
-// the row's best token, and from the probability of the best token.
-double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
+// Returns the logit of `token` minus that of the row's best token.
+inline double behind_of(int32_t token, const float* logits, int32_t best) {
+  return static_cast<double>(logits[token]) - static_cast<double>(logits[best]);
+}
 
-// Returns the log odds of `token`, computed from those of the row's best token.
-double log_odds_of(int32_t token, const float* logits, int32_t best, double best_log_odds);
+// Returns the probability of a token. The function computes it from the token's logit minus that of
+// the row's best token, and from the probability of the best token.
+double prob_behind(double behind, float best_prob);
 
 // Finds the `count` most likely tokens of a row of logits, most likely first. Tokens with equal
 // logits are sorted by ascending id. The function skips the mask token. Returns the number of

@@ -115,13 +115,25 @@ size_t Request::find_positions() {
 
 Needs Request::needs() const {
   if (positions_.empty()) return {};
-  if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
   found.conditioning = denoiser_.passed_conditioning() > 0;
   // If the caller wants at most top_k alternatives for each position, the candidates are enough,
   // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
+  found.draws = found.draws || guidance() > 0;
+  if (found.draws && (found.logits || !engine_.draws())) found.draws = false, found.logits = true;
+  if (guidance() > 0) found.entropy = found.draws;  // the host computes it from the logits
   return found;
+}
+
+void Request::set_draws(std::vector<DrawRow>& rows, size_t first, size_t apart) const {
+  if (positions_.empty()) return;
+  proposer_->set_draws(turn(), rows.data() + first);
+  for (size_t row = first; guidance() > 0 && row < first + positions_.size(); ++row) {
+    rows[row].is_guided = true;
+    rows[row].guidance = guidance();
+    rows[row].unconditional = static_cast<int32_t>(row + apart);
+  }
 }
 
 void Request::step(const Predictions& predictions, Proposals& proposals) {

@@ -138,6 +138,9 @@ class Request {
   // Returns the outputs that the next pass must return. If the request needs no
   // logits of the pass, it needs no outputs.
   Needs needs() const;
+  // Sets what the next pass draws from the request's rows, if the engine draws. The rows start at
+  // `first`. With guidance, those of the second canvas start at `first` + `apart`.
+  void set_draws(std::vector<DrawRow>& rows, size_t first, size_t apart) const;
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
   // Throws an Error with status DLM_ENGINE_FAILED.

@@ -185,9 +185,10 @@ void Request::keep_alternatives(const Predictions& predictions, size_t row) {
     count = rank_tokens(denoiser_, logits, count, tokens);
   }
   for (size_t at = 0; at < count; ++at) {
-    const double prob = logits == nullptr ? predictions.probs[best + at]
-                                          : prob_of(tokens[at], logits, predictions.tokens[best],
-                                                    predictions.probs[best]);
+    const double prob = logits == nullptr
+                            ? predictions.probs[best + at]
+                            : prob_behind(behind_of(tokens[at], logits, predictions.tokens[best]),
+                                          predictions.probs[best]);
     check_prediction(row, tokens[at], prob, 0);
     top_log_probs_[first + at] = static_cast<float>(finite_log(prob));
   }
@@ -214,7 +215,8 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   const size_t row = found - positions_.begin(), best = row * denoiser_.top_k;
   const float* const logits = predictions->logits + row * denoiser_.vocab_size;
   const float prob = predictions->probs[best];
-  return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
+  return log_prob_loss(
+      prob, prob_behind(behind_of(certain.token, logits, predictions->tokens[best]), prob));
 }
 
 }  // namespace dlm

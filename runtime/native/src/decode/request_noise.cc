@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "decode/random.h"
+#include "base/random.h"
 #include "decode/request.h"
 
 namespace dlm {

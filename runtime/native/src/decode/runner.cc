@@ -294,7 +294,7 @@ void Runner::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   bool is_made = false;
   {
     const Stopwatch total(total_s);
-    dlm_pass made{};
+    Pass made{};
     try {
       made = pass_maker_.run(members, buffers_, seconds);
       is_made = true;
@@ -327,7 +327,7 @@ void Runner::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   }
 }
 
-void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_pass& made,
+void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const Pass& made,
                     const PassSeconds& seconds) {
   const auto sharers = static_cast<double>(chosen.size());
   rule_out_unused(denoiser_, made);

@@ -112,7 +112,7 @@ class Runner {
   void finish_done();
   std::vector<std::shared_ptr<Job>> choose();
   void pass(const std::vector<std::shared_ptr<Job>>& chosen);
-  void commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_pass& made,
+  void commit(const std::vector<std::shared_ptr<Job>>& chosen, const Pass& made,
               const PassSeconds& seconds);
   void tell(Job& job);
 

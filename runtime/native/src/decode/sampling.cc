@@ -1,32 +1,14 @@
 #include "decode/sampling.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
-#include "decode/random.h"
+#include "base/gumbel.h"
 
 namespace dlm {
 namespace {
-
-constexpr double kLog2E = 1.4426950408889634;
-
-// Returns an upper bound of 2^power. Unless 2^power is tiny, the bound is at most 1.07 * 2^power.
-// The function computes an integer whose bits, read as a float, are about 2^power. This is an upper
-// bound, because 2^n (1 + f) >= 2^(n + f) for f in 0..1. To cover rounding errors, the function
-// then makes the float larger by one thousandth.
-float exp_bound(float power) {
-  // kOne is the exponent field of the float 1. kStep is the number of floats that have the same
-  // exponent.
-  constexpr float kOne = 127, kStep = 8388608;
-  const float exponent = power + kOne;
-  const auto bits =
-      static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
-  float bound;
-  std::memcpy(&bound, &bits, sizeof bound);
-  return bound * 1.001f + 1e-37f;
-}
 
 // Compares two tokens, so that sorting gives descending logits. Tokens with equal logits are in
 // ascending order of their ids.
@@ -87,12 +69,9 @@ void Winner::see(int32_t token, double log_weight) {
 // `first` must be even. If `count` is odd, the function also computes these bits for one more
 // token.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
-  const auto bound = [](uint32_t word) {
-    return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
-  };
   for (int32_t i = 0; i < count; i += 2) {
     const auto words = words_of((first + i) / 2);
-    spare[i] = bound(words[0]), spare[i + 1] = bound(words[2]);
+    spare[i] = spare_of(words[0]), spare[i + 1] = spare_of(words[2]);
   }
 }
 
@@ -127,8 +106,8 @@ void Winner::see_row(const float* logits, int32_t first, int32_t last, float bes
   }
 }
 
-std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
-  return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
+Words Winner::words_of(int32_t pair) const {
+  return philox(key_.seed, {{key_.step, key_.position, static_cast<uint32_t>(pair), kDraws}});
 }
 
 // Returns the uniform random number of a token. Two tokens share one block of random 32-bit words.

@@ -8,33 +8,14 @@
 // different logits, but a small change of the logits rarely changes the drawn token.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
+#include "base/random.h"
+#include "engines/draws.h"
+
 namespace dlm {
-
-// Settings for drawing a token at a temperature above 0. Before the draw, tokens are cut, which
-// means that they cannot be drawn. First, only the `top_k` most likely tokens stay. If `top_k` is
-// 0, all tokens stay. Then, only the n most likely tokens stay. n is the smallest number for which
-// the probabilities of the n tokens add up to more than `top_p`. The probabilities are computed at
-// the given temperature.
-struct Sampling {
-  double temperature, top_p;
-  int32_t top_k;
-};
-
-// The random numbers of a draw depend only on this key: the seed, the number of the pass, and the
-// canvas position.
-struct DrawKey {
-  uint64_t seed;
-  uint32_t step, position;
-};
-
-// A token cannot win if (best logit - its logit) / temperature is above kFarthest. This is because
-// the random part of a token's score is always between -ln(53 ln 2) and 53 ln 2.
-constexpr double kFarthest = 42;
 
 // Finds the token with the largest sum of log weight and random noise. The caller passes every
 // token to `see` or `see_row`. There must be at least one token.
@@ -53,11 +34,11 @@ class Winner {
 
  private:
   double uniform(int32_t token);
-  std::array<uint32_t, 4> words_of(int32_t pair) const;
+  Words words_of(int32_t pair) const;
   void find_spare(int32_t first, int32_t count, float* spare) const;
 
   const DrawKey key_;
-  std::array<uint32_t, 4> words_{};
+  Words words_{};
   int32_t pair_ = -1, token_ = 0;
   // For each token, a lower bound of 1 - u, where u is the token's random number. NULL if prepare()
   // was not called.
@@ -78,18 +59,6 @@ struct Cut {
     return other_logit > logit || (other_logit == logit && other <= token);
   }
 };
-
-// A drawn token, and properties of the distribution. If a logit is NaN or +inf, all fields except
-// the token are NaN.
-struct Draw {
-  int32_t token;
-  double prob;             // probability of the token
-  double margin, entropy;  // largest minus second largest probability; sum of p ln p
-};
-
-// Selects which fields of a Draw the sampler computes. `token`: only the token. `distribution`: the
-// token, prob and margin. `entropy`: all fields.
-enum class Told { token, distribution, entropy };
 
 // Draws tokens from one row of logits [vocab_size]. Never draws the token `left_out`. The object
 // owns the scratch memory that it needs.

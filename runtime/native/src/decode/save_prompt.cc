@@ -21,7 +21,7 @@ void save_prompt(const Denoiser& denoiser, Engine& engine, const PromptCacheForm
   Buffers buffers;
   for (int32_t first = 0; first < length; first += most) {
     const int32_t tokens = std::min(most, length - first);
-    dlm_pass pass = prepare_pass(denoiser, {{&canvas, {first, first + tokens}}}, 1, buffers);
+    Pass pass = prepare_pass(denoiser, {{&canvas, {first, first + tokens}}}, 1, buffers);
     buffers.score_rows.assign(1, 0);  // a pass must score at least one row
     prepare_scores(denoiser, pass, {}, buffers);
     before_pass();

@@ -13,8 +13,8 @@
 namespace dlm {
 namespace {
 
-// The largest size of the logits of a shared pass, in bytes. If the logits would be larger, the
-// requests take turns.
+// The largest size of the logits of a shared pass, in bytes, on the host or on the device. If the
+// logits would be larger, the requests take turns.
 constexpr double kMostLogits = 256 << 20;
 
 class SharingMember final : public Member {
@@ -77,7 +77,7 @@ class SharedPasses final : public PassMaker {
     for (size_t number = 0; number < members.size(); ++number) {
       PassLoad more = load;
       more += members[number]->request.load();
-      const bool wants_logits = has_logits || members[number]->needs.logits;
+      const bool wants_logits = has_logits || members[number]->needs.computes_logits();
       const double logits = wants_logits ? more.rows * denoiser_.vocab_size * sizeof(float) : 0;
       const bool is_long = more.tokens > limits.most_tokens ||
                            (limits.most_ms > 0 && limits.cost.of(more) > limits.most_ms);
@@ -94,8 +94,7 @@ class SharedPasses final : public PassMaker {
     return chosen;
   }
 
-  dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
-               PassSeconds& seconds) override {
+  Pass run(const std::vector<Member*>& members, Buffers& buffers, PassSeconds& seconds) override {
     buffers.score_rows.clear();
     std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
@@ -118,9 +117,10 @@ class SharedPasses final : public PassMaker {
     }
     // A pass scores at least one row, even if no request reads this row.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
-    dlm_pass pass = prepare_pass(denoiser_, pieces, 1, buffers);
+    Pass pass = prepare_pass(denoiser_, pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);
     set_temperatures(members, buffers);
+    set_draws(members, pass);
     {
       const Stopwatch timer(seconds.engine);
       arena_->run(pass, parts);

@@ -20,7 +20,7 @@ class Callback final : public HostEngine {
         mask_token_id_(denoiser.mask_token_id),
         top_k_(denoiser.top_k) {}
 
-  void run(const dlm_pass& pass, const std::vector<Segment>&, const WindowRows&) override {
+  void run(const Pass& pass, const std::vector<Segment>&, const WindowRows&) override {
     const size_t rows = static_cast<size_t>(pass.batch) * pass.rows;
     std::fill_n(pass.top_log_odds, rows * top_k_, std::numeric_limits<float>::quiet_NaN());
     const dlm_status status = function_(user_, &pass);

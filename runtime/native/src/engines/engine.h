@@ -18,6 +18,7 @@
 #include "base/one_line.h"
 #include "base/segment.h"
 #include "dlm_runtime.h"
+#include "engines/draws.h"
 
 namespace dlm {
 
@@ -115,6 +116,21 @@ struct Denoiser {
   }
 };
 
+// The draws of a pass whose logits stay on the device (Engine::draws). The arrays have one entry
+// for each scored row.
+struct Draws {
+  const Denoiser* denoiser = nullptr;
+  std::vector<DrawRow> rows;
+  std::vector<Drawn> drawn;  // the results; only those of rows with a temperature are valid
+};
+
+// A pass, as the decoding loop and the engines see it.
+struct Pass : dlm_pass {
+  // If this is not NULL, the engine draws tokens and applies guidance, and `logits` is NULL. The
+  // candidates and the entropies of guided rows are then those of the guided logits.
+  Draws* draws = nullptr;
+};
+
 // How a pass uses the cache of its context. T is the number of new tokens in the pass. S is the
 // number of cached positions that the pass reads.
 enum class CacheUse {
@@ -174,7 +190,7 @@ class Context {
   // fields of the pass. If the context keeps self-conditioning, has_conditioning says whether the
   // pass uses what the last pass returned. If it is false, all numbers are 0. Throws an Error with
   // status DLM_ENGINE_FAILED, or another error that ends the request.
-  virtual void run(const dlm_pass& pass, CacheUse use, bool has_conditioning) = 0;
+  virtual void run(const Pass& pass, CacheUse use, bool has_conditioning) = 0;
 
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
@@ -205,6 +221,11 @@ class Engine {
   // for the next pass. Then the fields conditioning and next_conditioning of all passes are NULL,
   // and max_batch() is 1.
   virtual bool keeps_conditioning() const { return false; }
+
+  // Returns true if passes can draw tokens and apply guidance (Pass::draws), so that their logits
+  // need not be copied to the host. The first call may take a second, because the engine then
+  // compiles its kernel. Several threads may call this function at the same time.
+  virtual bool draws() const { return false; }
 
   // Returns true if one pass can run several requests of different sizes, one per segment of the
   // pass. If this is false, only requests of the same size can share passes.
@@ -251,7 +272,7 @@ class HostEngine : public Engine {
   // B is 1, and the segments say which tokens and cached rows belong to which request. Then S is
   // the number of cached rows that the segments can refer to. For layers with a window, `window`
   // takes the place of S and of the segments.
-  virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments,
+  virtual void run(const Pass& pass, const std::vector<Segment>& segments,
                    const WindowRows& window) = 0;
 
  protected:

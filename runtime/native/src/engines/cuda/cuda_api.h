@@ -13,8 +13,10 @@
 // Opaque types of CUDA. They have the same names as in cuda.h, so that tests/cuda_calls_check.cc
 // can compare signatures.
 struct CUctx_st;
+struct CUfunc_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
+struct CUmod_st;
 struct CUstream_st;
 
 namespace dlm {
@@ -23,8 +25,10 @@ using CUresult = int;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUcontext = CUctx_st*;
+using CUfunction = CUfunc_st*;
 using CUgraph = CUgraph_st*;
 using CUgraphExec = CUgraphExec_st*;
+using CUmodule = CUmod_st*;
 using CUstream = CUstream_st*;
 
 constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100;
@@ -79,7 +83,12 @@ struct CUDA_MEMCPY2D {
   CALL(cuGraphInstantiateWithFlags, CUgraphExec*, CUgraph, unsigned long long) \
   CALL(cuGraphDestroy, CUgraph)                                     \
   CALL(cuGraphLaunch, CUgraphExec, CUstream)                        \
-  CALL(cuGraphExecDestroy, CUgraphExec)
+  CALL(cuGraphExecDestroy, CUgraphExec)                             \
+  CALL(cuModuleLoadData, CUmodule*, const void*)                    \
+  CALL(cuModuleGetFunction, CUfunction*, CUmodule, const char*)     \
+  CALL(cuModuleUnload, CUmodule)                                    \
+  CALL(cuLaunchKernel, CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+       unsigned, CUstream, void**, void**)
 // clang-format on
 
 class Cuda {

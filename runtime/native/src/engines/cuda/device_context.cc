@@ -30,8 +30,8 @@ class DeviceContext final : public Context {
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
 
-  void run(const dlm_pass& wanted, CacheUse use, bool) override {
-    dlm_pass pass = wanted;
+  void run(const Pass& wanted, CacheUse use, bool) override {
+    Pass pass = wanted;
     if (use == CacheUse::write) make_room(pass.batch, pass.tokens);
     if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));

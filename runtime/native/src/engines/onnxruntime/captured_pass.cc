@@ -8,6 +8,10 @@
 namespace dlm {
 namespace {
 
+// In a captured pass, the numbers of scored rows and of cached rows are rounded up to these steps.
+// ONNX Runtime never frees a CUDA graph, so only the first shapes of passes are captured.
+constexpr size_t kRowStep = 8, kCachedStep = 64, kMostCaptured = 128;
+
 // Copies `count` numbers, which may be 0, if there is a place for them.
 template <class Number>
 void copy(const Number* from, size_t count, void* to) {
@@ -53,8 +57,8 @@ void CapturedPass::upload(const dlm_pass& pass, const RowChoice& rows) {
   cuda.check(cuda.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
 }
 
-dlm_pass CapturedPass::on_device(const dlm_pass& pass) const {
-  dlm_pass moved = pass;
+Pass CapturedPass::on_device(const Pass& pass) const {
+  Pass moved = pass;
   moved.rows = rows_;
   moved.input_ids = static_cast<const int64_t*>(address(kIds));
   moved.position_ids = static_cast<const int64_t*>(address(kPositions));
@@ -81,6 +85,26 @@ void CapturedPass::download(const dlm_pass& pass) {
   take(kProbs, pass.top_probs, candidates);
   take(kLogOdds, pass.top_log_odds, candidates);
   take(kEntropy, pass.entropy, rows);
+}
+
+CapturedPass* CapturedPasses::find(dlm_pass& pass, RowChoice& rows) {
+  pass.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
+  rows.full.pad(rounded_up(rows.full.rows.size(), kCachedStep));
+  PassShape shape = {static_cast<uint64_t>(pass.tokens), static_cast<uint64_t>(pass.cached),
+                     static_cast<uint64_t>(pass.rows), rows.full.rows.size()};
+  const auto add_addresses = [&](const auto* const* list) {
+    for (size_t i = 0; list != nullptr && i < graph_.cache.size(); ++i)
+      shape.push_back(reinterpret_cast<uintptr_t>(list[i]));
+  };
+  add_addresses(pass.past_keys), add_addresses(pass.past_values);
+  add_addresses(pass.present_keys), add_addresses(pass.present_values);
+  auto found = passes_.find(shape);
+  if (found == passes_.end() && passes_.size() < kMostCaptured)
+    found =
+        passes_
+            .try_emplace(shape, device_, pass, rows, graph_.top_k, static_cast<int>(passes_.size()))
+            .first;
+  return found == passes_.end() ? nullptr : &found->second;
 }
 
 }  // namespace dlm

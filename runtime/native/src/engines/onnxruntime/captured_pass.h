@@ -6,17 +6,15 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "dlm_runtime.h"
 #include "engines/cuda/cuda_api.h"
+#include "engines/engine.h"
 #include "engines/onnxruntime/row_choice.h"
 
 namespace dlm {
-
-// Passes with equal shapes can use the same CUDA graph. The numbers contain the sizes of all
-// arrays, and the addresses of the keys and values.
-using PassShape = std::vector<uint64_t>;
 
 class CapturedPass {
  public:
@@ -34,7 +32,7 @@ class CapturedPass {
   // arrays. The rest is filled with row 0.
   void upload(const dlm_pass& pass, const RowChoice& rows);
   // Returns the same pass with the addresses and sizes of the arrays on the device.
-  dlm_pass on_device(const dlm_pass& pass) const;
+  Pass on_device(const Pass& pass) const;
   // Returns the address of the first number of each list of the RowChoice on the device.
   const void* device_list(int number) const { return address(kRows + number); }
   // Copies the outputs of the pass to the caller's arrays.
@@ -65,6 +63,27 @@ class CapturedPass {
   const std::vector<size_t> offsets_;
   CudaMemory device_memory_, host_memory_;
   CudaStream stream_;
+};
+
+// The captured passes of a session, by their shapes.
+class CapturedPasses {
+ public:
+  CapturedPasses(const CudaDevice& device, const GraphSpec& graph)
+      : device_(device), graph_(graph) {}
+
+  // Returns the captured pass for a pass of this shape. Rounds up the numbers of scored rows and of
+  // cached rows, so that there are few shapes. Returns NULL if there are already as many captured
+  // passes as possible.
+  CapturedPass* find(dlm_pass& pass, RowChoice& rows);
+
+ private:
+  // Passes with equal shapes can use the same CUDA graph. The numbers contain the sizes of all
+  // arrays, and the addresses of the keys and values.
+  using PassShape = std::vector<uint64_t>;
+
+  const CudaDevice& device_;
+  const GraphSpec& graph_;
+  std::map<PassShape, CapturedPass> passes_;
 };
 
 }  // namespace dlm

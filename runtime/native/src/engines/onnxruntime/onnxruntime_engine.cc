@@ -1,27 +1,19 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
-// This engine runs the graph with ONNX Runtime. It loads libonnxruntime at run time. So the same
-// build works with the libonnxruntime of the pip wheel and of the system.
-// engines/onnxruntime/ort_api.h declares the functions of libonnxruntime.
-//
 // The graph is untrusted. When the engine opens the graph, it compares the graph's inputs and
 // outputs with the manifest. In each pass, the engine gives ONNX Runtime a buffer of the right
 // shape for every output, so ONNX Runtime writes only to these buffers.
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <deque>
 #include <iterator>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "base/dynamic_library.h"
 #include "base/error.h"
 #include "engines/cuda/cuda_api.h"
 #include "engines/cuda/device_cache.h"
@@ -30,81 +22,16 @@
 #include "engines/graph_check.h"
 #include "engines/onnxruntime/captured_pass.h"
 #include "engines/onnxruntime/custom_op.h"
+#include "engines/onnxruntime/drawing_passes.h"
 #include "engines/onnxruntime/ort_api.h"
 #include "engines/onnxruntime/ort_handles.h"
+#include "engines/onnxruntime/ort_library.h"
 #include "engines/onnxruntime/ort_provider.h"
 #include "engines/onnxruntime/row_choice.h"
 #include "kernels/kernels.h"
 
 namespace dlm {
 namespace {
-
-constexpr char kAdvice[] =
-    "Python finds pip's (onnxruntime). C programs find the system's (1.23 or later). For another, "
-    "set engine_library of dlm_open_options or DLM_ONNXRUNTIME to the path of libonnxruntime.so "
-    "(`dlm-export embed --engine` prints the path of pip's).";
-
-constexpr char kGpuAdvice[] =
-    "Python finds pip's (onnxruntime-gpu). In C, set engine_library of dlm_open_options or "
-    "DLM_ONNXRUNTIME to the path of its libonnxruntime.so.";
-
-// ---- The library ----
-
-struct Library {
-  ort::Api api;
-  std::string version;
-};
-
-// Loads the library. `provider` is the execution provider that will run the graph. GPU providers
-// need a newer version of the library than the CPU needs.
-Library load_library(const std::string& given, const ProviderChoice& provider) {
-  // In the official builds, CreateEnv stores a device id and starts to send telemetry. This
-  // variable prevents both (docs/Privacy.md of ONNX Runtime). If the program has already set the
-  // variable, setenv does not change its value here.
-  setenv("ORT_DISABLE_TELEMETRY", "1", 0);
-  // The file names to try: first the name in ONNX Runtime's releases, then the name that linkers
-  // use. Debian's names, which contain the minor version, come last.
-  std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
-  for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
-    names.push_back("libonnxruntime.so.1." + std::to_string(minor));
-  std::string name;
-  void* const handle =
-      open_library({"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice}, given, &name);
-  const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
-  if (get_base == nullptr)
-    throw Error(DLM_ENGINE_MISSING,
-                name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
-  const ort::ApiBase* const base = get_base();
-  // The version must be checked before get_api is called, because get_api prints an error to stderr
-  // if the library is too old.
-  const std::string version = one_line(base->get_version_string());
-  char* point = nullptr;
-  const long major = std::strtol(version.c_str(), &point, 10);
-  const long minor = *point == '.' ? std::strtol(point + 1, nullptr, 10) : 0;
-  const uint32_t least = provider.is_gpu() ? ort::kPlacementVersion : ort::kOpsetVersion;
-  const bool is_new_enough = major > 1 || (major == 1 && minor >= long{least});
-  const void* const table =
-      is_new_enough ? base->get_api(provider.is_gpu() ? least : ort::kApiVersion) : nullptr;
-  if (table == nullptr) {
-    const std::string needed = "1." + std::to_string(least) + " or newer is needed";
-    throw Error(
-        DLM_ENGINE_MISSING,
-        name + " is ONNX Runtime " + version + ", and " + needed +
-            (provider.is_gpu() ? " for provider \"" + provider.name + "\"" : ", for opset 23") +
-            ". " + (provider.is_gpu() ? kGpuAdvice : kAdvice));
-  }
-  return {ort::Api(table), version};
-}
-
-// Returns the status for a graph that could not be loaded. The status says whether the bundle or
-// the library is the cause.
-dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
-  const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
-  if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
-  const bool is_bad =
-      code == ort::kNoModel || code == ort::kInvalidProtobuf || code == ort::kInvalidGraph;
-  return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
-}
 
 // Returns true if a message says that a device has run out of memory. ONNX Runtime's memory arena
 // and CUDA write such messages.
@@ -124,9 +51,6 @@ struct Values {
   std::vector<const char*> output_names;
 };
 
-// In a captured pass, the numbers of scored rows and of cached rows are rounded up to these steps.
-// ONNX Runtime never frees a CUDA graph, so only the first shapes of passes are captured.
-constexpr size_t kRowStep = 8, kCachedStep = 64, kMostCaptured = 128;
 constexpr int kNotCaptured = -1;  // the number of ONNX Runtime for passes without a CUDA graph
 
 class OnnxRuntime final : public HostEngine {
@@ -138,7 +62,7 @@ class OnnxRuntime final : public HostEngine {
         graph_(graph),
         path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
         provider_(find_provider(provider.name)),
-        library_(load_library(library, provider)),
+        library_(load_onnxruntime(library, provider)),
         env_(api()),
         memory_(api()),
         device_memory_(api()),
@@ -149,12 +73,13 @@ class OnnxRuntime final : public HostEngine {
                                              memory_.out()));
     open_session(threads, provider);
     chooses_rows_ = has_input(graph_.ports.cached_rows);
-    captures_ = provider.cuda_graphs;
-    if (captures_ && (!chooses_rows_ || has_window_))
+    if (provider.cuda_graphs && (!chooses_rows_ || has_window_))
       throw Error(DLM_UNSUPPORTED,
                   path_ +
                       ": CUDA graphs need a bundle that was built with --target cuda, and a "
                       "denoiser without a window in cached layers (cuda_graphs)");
+    if (device_) drawing_.emplace(*device_, log);
+    if (device_ && provider.cuda_graphs) captured_.emplace(*device_, graph_);
     if (chooses_rows_)
       for (const std::string& name : list_names(graph_.ports, has_window_))
         ports_.inputs.push_back({name, kInt64, {kR}});
@@ -172,7 +97,8 @@ class OnnxRuntime final : public HostEngine {
   ~OnnxRuntime() override {
     if (!device_) return;
     const CudaDevice::Use use(*device_, std::nothrow);
-    captured_.clear();
+    captured_.reset();
+    drawing_.reset();
   }
   OnnxRuntime(const OnnxRuntime&) = delete;
   OnnxRuntime& operator=(const OnnxRuntime&) = delete;
@@ -203,19 +129,26 @@ class OnnxRuntime final : public HostEngine {
     return static_cast<int32_t>(std::min<int64_t>(rows, INT32_MAX));
   }
 
-  void run(const dlm_pass& pass, const std::vector<Segment>& segments,
+  bool draws() const override { return drawing_ && drawing_->is_ready(); }
+
+  void run(const Pass& pass, const std::vector<Segment>& segments,
            const WindowRows& window) override {
     check_pass(pass);
     RowChoice chosen;
     if (chooses_rows_) chosen = choose_rows(pass, segments, window, window_of(cache_));
     // ONNX Runtime cannot run two passes of a session with CUDA graphs at the same time.
     std::unique_lock<std::mutex> lock(capturing_, std::defer_lock);
-    if (captures_) lock.lock();
-    if (captures_ && pass.batch == 1 && pass.logits == nullptr && graph_.conditioning_size == 0)
-      run_captured(pass, std::move(chosen));
-    else
-      run_arrays(pass, segments, window, Lists(chosen), memory_.get(), kNotCaptured);
-    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
+    if (captured_) lock.lock();
+    const auto run_any = [&](const Pass& one) {
+      run_arrays(one, segments, window, Lists(chosen), memory_.get(), kNotCaptured);
+      check_results(one);
+    };
+    const bool is_captured =
+        captured_ && pass.batch == 1 && pass.logits == nullptr && graph_.conditioning_size == 0;
+    if (pass.draws != nullptr)
+      drawing_->run(pass, graph_.top_k, run_any);
+    else if (!is_captured || !run_captured(pass, chosen))
+      run_any(pass);
   }
 
  protected:
@@ -249,42 +182,32 @@ class OnnxRuntime final : public HostEngine {
     std::vector<size_t> sizes;
   };
 
+  void check_results(const Pass& pass) const {
+    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
+  }
+
   // Runs a pass with the CUDA graph of its shape. The first pass of a shape captures the graph.
-  void run_captured(const dlm_pass& pass, RowChoice chosen) {
+  // Returns false if no more graphs can be captured.
+  bool run_captured(const Pass& pass, RowChoice chosen) {
     const CudaDevice::Use use(*device_);
-    dlm_pass padded = pass;
-    padded.rows = static_cast<int32_t>(rounded_up(static_cast<size_t>(pass.rows), kRowStep));
-    chosen.full.pad(rounded_up(chosen.full.rows.size(), kCachedStep));
-    PassShape shape = {static_cast<uint64_t>(pass.tokens), static_cast<uint64_t>(pass.cached),
-                       static_cast<uint64_t>(padded.rows), chosen.full.rows.size()};
-    const auto add_addresses = [&](const auto* const* list) {
-      for (size_t i = 0; list != nullptr && i < graph_.cache.size(); ++i)
-        shape.push_back(reinterpret_cast<uintptr_t>(list[i]));
-    };
-    add_addresses(pass.past_keys), add_addresses(pass.past_values);
-    add_addresses(pass.present_keys), add_addresses(pass.present_values);
-    auto found = captured_.find(shape);
-    if (found == captured_.end() && captured_.size() < kMostCaptured)
-      found = captured_
-                  .try_emplace(shape, *device_, padded, chosen, graph_.top_k,
-                               static_cast<int>(captured_.size()))
-                  .first;
-    if (found == captured_.end())
-      return run_arrays(pass, {}, {}, Lists(chosen), memory_.get(), kNotCaptured);
-    CapturedPass& captured = found->second;
-    captured.upload(pass, chosen);
+    Pass padded = pass;
+    CapturedPass* const captured = captured_->find(padded, chosen);
+    if (captured == nullptr) return false;
+    captured->upload(pass, chosen);
     Lists lists(chosen);
-    for (int i = 0; i < 3; ++i) lists.data[i] = captured.device_list(i);
-    run_arrays(captured.on_device(padded), {}, {}, lists, device_memory_.get(), captured.id());
-    captured.download(pass);
+    for (int i = 0; i < 3; ++i) lists.data[i] = captured->device_list(i);
+    run_arrays(captured->on_device(padded), {}, {}, lists, device_memory_.get(), captured->id());
+    captured->download(pass);
+    check_results(pass);
+    return true;
   }
 
   // Runs a pass. Keys and values are in the memory of the context. All other arrays are in `host`,
   // which is the device's memory if the pass is captured. Otherwise, ONNX Runtime copies these
-  // arrays. `graph_id` is the number of the CUDA graph, or kNotCaptured.
-  void run_arrays(const dlm_pass& pass, const std::vector<Segment>& segments,
-                  const WindowRows& window, const Lists& chosen, const OrtMemoryInfo* host,
-                  int graph_id) {
+  // arrays. If the pass draws, the logits are in the device's memory too. `graph_id` is the number
+  // of the CUDA graph, or kNotCaptured.
+  void run_arrays(const Pass& pass, const std::vector<Segment>& segments, const WindowRows& window,
+                  const Lists& chosen, const OrtMemoryInfo* host, int graph_id) {
     Values values;
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : memory_.get();
     // The C API has no function that makes a read-only tensor from the caller's memory. This cast
@@ -302,7 +225,8 @@ class OnnxRuntime final : public HostEngine {
     const auto write = [&](size_t number, void* data) {
       if (data == nullptr) return;  // NULL: the caller does not need this output
       const Port& port = ports_.outputs[number];
-      const bool is_cache = number >= kFirstPresent && number < next_conditioning;
+      const bool is_drawn = number == kFirstPresent - 1 && pass.draws != nullptr;
+      const bool is_cache = is_drawn || (number >= kFirstPresent && number < next_conditioning);
       values.output_names.push_back(port.name.c_str());
       values.outputs.push_back(
           tensor(values, pass, window.cached, port, data, is_cache ? cache : host));
@@ -334,7 +258,7 @@ class OnnxRuntime final : public HostEngine {
       if (has_window_) add_list(segments_port(), window.segments.data(), window.segments.size());
     }
     Owned<OrtRunOptions, ort::ReleaseRunOptions> options(api());
-    if (captures_) {
+    if (captured_) {
       set(api().call<ort::CreateRunOptions>(options.out()));
       set(api().call<ort::AddRunConfigEntry>(options.get(), "gpu_graph_id",
                                              std::to_string(graph_id).c_str()));
@@ -577,7 +501,7 @@ class OnnxRuntime final : public HostEngine {
   const GraphSpec graph_;
   const std::string path_;          // path of the graph that runs
   const Provider* const provider_;  // the execution provider that runs the graph; nullptr: the CPU
-  const Library library_;
+  const OrtLibrary library_;
   std::optional<CudaDevice> device_;
   std::string left_;  // result of left_behind(): the nodes that the provider does not run
   Owned<OrtEnv, ort::ReleaseEnv> env_;
@@ -587,11 +511,11 @@ class OnnxRuntime final : public HostEngine {
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   const bool has_window_ = window_of(cache_) > 0;
-  bool has_segments_ = false;  // the graph has the input "segments"
-  bool chooses_rows_ = false;  // the graph has the inputs that choose cached rows
-  bool captures_ = false;      // passes run as CUDA graphs
+  bool has_segments_ = false;               // the graph has the input "segments"
+  bool chooses_rows_ = false;               // the graph has the inputs that choose cached rows
+  std::optional<DrawingPasses> drawing_;    // if there is a device
+  std::optional<CapturedPasses> captured_;  // if passes run as CUDA graphs
   std::mutex capturing_;
-  std::map<PassShape, CapturedPass> captured_;
   std::vector<const char*> input_names_;
 };
 

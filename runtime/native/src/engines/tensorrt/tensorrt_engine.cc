@@ -56,7 +56,8 @@ nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t
 
 TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
                    const std::string& library, const Log& log)
-    : graph_(graph),
+    : draw_kernel_(device_, log),
+      graph_(graph),
       library_(load_library(library)),
       spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version, library_.is_lean})),
       ports_(list_ports(graph, 1)),

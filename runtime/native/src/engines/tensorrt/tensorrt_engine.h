@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engines/cuda/cuda_api.h"
+#include "engines/cuda/device_draws.h"
 #include "engines/engine.h"
 #include "engines/graph_check.h"
 #include "engines/tensorrt/tensorrt_library.h"
@@ -39,10 +40,12 @@ class TensorRt final : public Engine {
   int32_t max_batch() const override { return 1; }
   std::string limits() const override { return limits_text(spec_); }
   bool keeps_conditioning() const override { return graph_.conditioning_size > 0; }
+  bool draws() const override { return draw_kernel_.is_ready(); }
 
   const CudaDevice& device() const { return device_; }
   const Ports& ports() const { return ports_; }
   const GraphSpec& graph() const { return graph_; }
+  const DrawKernel& draw_kernel() const { return draw_kernel_; }
   const EngineSpec& spec() const { return spec_; }
 
   // Returns how many bytes of device memory a pass with this profile needs for intermediate
@@ -71,6 +74,7 @@ class TensorRt final : public Engine {
   // Members are destroyed from last to first. The device's context must outlive all objects that
   // were created in it.
   CudaDevice device_;
+  const DrawKernel draw_kernel_;
   const GraphSpec graph_;
   const Library library_;
   const EngineSpec spec_;

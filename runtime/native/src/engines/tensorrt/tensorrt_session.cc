@@ -4,8 +4,8 @@
 // that the last pass computed (`present`), the cache rows that passes read (`past`) and TensorRT's
 // working memory. The addresses never change, so a pass can be replayed as a CUDA graph. For each
 // pass, the session copies the inputs from pinned host memory to the device, and the candidates
-// (the most likely tokens) back to pinned host memory. It copies logits only if a request needs
-// them. The host waits for the device once per pass.
+// (the most likely tokens) back to pinned host memory. It draws tokens on the device, and copies
+// logits only if a request needs them. The host waits for the device once per pass.
 //
 // Self-conditioning stays on the device. Before a pass, the session copies the output of the last
 // pass to the input, or fills the input with zeros. Both are part of the CUDA graph of the pass.
@@ -44,6 +44,7 @@ class Session final : public Context {
         staging_offsets_(lay_out_staging(engine)),
         memory_(cuda_, CudaMemory::Kind::device, offsets_.back()),
         staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()),
+        draws_(engine.draw_kernel()),
         cache_(cuda_, engine.graph().cache) {
     std::vector<DeviceCache::Place> places;
     for (size_t i = 0; i < 2 * engine.graph().cache.size(); ++i)  // one tensor of keys and one of
@@ -61,7 +62,7 @@ class Session final : public Context {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  void run(const dlm_pass& pass, CacheUse use, bool has_conditioning) override {
+  void run(const Pass& pass, CacheUse use, bool has_conditioning) override {
     const CudaDevice::Use current(engine_.device());
     check_pass(pass);
     const EngineSpec& spec = engine_.spec();
@@ -87,6 +88,8 @@ class Session final : public Context {
       cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(pass.logits, output(kLogits), bytes, stream_.get()),
                   "cuMemcpyDtoHAsync");
     }
+    if (pass.draws != nullptr)
+      draws_.queue(pass, output(kLogits), engine_.graph().top_k, stream_.get());
     synchronize();
     const auto take = [&](Staged part, auto* to, size_t count) {
       std::memcpy(to, staging_.host(staging_offsets_[part]), count * sizeof *to);
@@ -96,6 +99,7 @@ class Session final : public Context {
     take(kLogOdds, pass.top_log_odds, rows * top_k);
     if (pass.entropy != nullptr) take(kEntropies, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
+    if (pass.draws != nullptr) draws_.take(pass);
     cache_.end(pass, use);
     conditioned_ = pass.rows;
   }
@@ -331,6 +335,7 @@ class Session final : public Context {
   CudaStream stream_;  // the stream is freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
+  DeviceDraws draws_;
   DeviceCache cache_;
   // The number of rows for which the last pass returned self-conditioning.
   int32_t conditioned_ = 0;
