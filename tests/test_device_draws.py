@@ -39,6 +39,8 @@ CASES: list[dict[str, Any]] = [
     SAMPLE | {"cache": "prefix", "score": "entropy", "commit": "entropy_bound"},
     SAMPLE | {"cache": "dual", "top_k": 5, "top_p": 9, "score_of": "draw"},
     SAMPLE | {"cache": "none", "score": "margin", "score_of": "draw", "temperature": 30},
+    SAMPLE
+    | {"cache": "none", "score": "entropy", "score_of": "draw", "top_p": 4, "remask": "edit"},
 ]
 GUIDED: list[dict[str, Any]] = [
     {"cache": "dual", "cfg_scale": 5},

@@ -38,7 +38,8 @@ void Request::check_prediction(size_t row, int32_t token, double prob, double sc
 
 double Request::reported(const Proposals& proposals, size_t row) const {
   const double score = proposals.scores[row];
-  return policy_.score == Score::entropy && !is_editing_ ? score : fraction_of(score);
+  const bool is_edit = undecided_[positions_[row]] == 0;
+  return policy_.score == Score::entropy && !is_edit ? score : fraction_of(score);
 }
 
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
