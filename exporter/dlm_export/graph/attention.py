@@ -28,11 +28,6 @@ ATTENTION = (
     f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
-UNKERNELLED = (
-    f"{DRAFT}{NORMED}CachedAttention",
-    f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
-)
-"""The functions in ``ATTENTION`` for which the native runtime has no kernel."""
 
 
 def cached_attention(name: str, store: Code, read: Code) -> ir.Function:

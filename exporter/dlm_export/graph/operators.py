@@ -105,7 +105,6 @@ from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.precision_rounding import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_export.graph.attention import (
     ATTENTION,
-    UNKERNELLED,
     cached_attention,
     rms_norm,
 )
@@ -129,12 +128,7 @@ TIED_HEADS = {
 """
 FP8_TIED_HEAD = "Fp8TiedHead"
 KERNELS = (
-    *(
-        f"{stored}{name}"
-        for name in ATTENTION
-        if name not in UNKERNELLED
-        for stored in STORED.values()
-    ),
+    *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
     "AddNorm",
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),

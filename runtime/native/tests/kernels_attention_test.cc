@@ -118,6 +118,7 @@ struct Attention {
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
   bool has_drafts = false;  // table_rows, once or twice, was added to the positions of draft passes
+  float own_scale = 0;      // 0: 1 / sqrt(D)
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
@@ -184,7 +185,8 @@ struct Attention {
             is_fp32 ? static_cast<void*>(new_values.data()) : present_values.data(),
             q_norm.empty() ? nullptr : q_norm.data(),
             k_norm.empty() ? nullptr : k_norm.data(),
-            kEpsilon};
+            kEpsilon,
+            scale()};
   }
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
@@ -239,13 +241,25 @@ struct Attention {
     return all;
   }
 
+  float scale() const { return own_scale != 0 ? own_scale : 1 / std::sqrt(static_cast<float>(D)); }
+
+  // Returns true if the query of token t sees the cached row j. With drafts and a window, the rows
+  // belong to the positions before the first token.
+  bool sees_past(int64_t t, int64_t j) const {
+    if (window == 0 || !has_drafts) return true;
+    const bool is_draft = positions[0] >= table_rows;
+    const int64_t first = positions[0] % table_rows;
+    return first + (is_draft ? 0 : t) - (first - S + j) <= window;
+  }
+
   // Returns true if the query of token t sees the key of token j.
   bool sees(int64_t b, int64_t t, int64_t j) const {
     const auto position = [&](int64_t token) {
       return positions[static_cast<size_t>(b * T + token)];
     };
-    if (window != 0) return std::abs(position(j) - position(t)) <= window;
     if (has_drafts && position(t) >= table_rows) return true;
+    if (window != 0 && has_drafts) return j <= t && t - j <= window;
+    if (window != 0) return std::abs(position(j) - position(t)) <= window;
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
@@ -283,7 +297,7 @@ struct Attention {
     };
     std::vector<double> weights;
     for (int64_t j = 0; j < S + T; ++j) {
-      if (j >= S && !sees(b, t, j - S)) {
+      if (j < S ? !sees_past(t, j) : !sees(b, t, j - S)) {
         weights.push_back(-kInfinity);
         continue;
       }
@@ -293,7 +307,7 @@ struct Attention {
                                                         : turned(k, k_norm, G, b, j - S, g);
       double score = 0;
       for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
-      weights.push_back(score / std::sqrt(static_cast<double>(D)));
+      weights.push_back(score * scale());
     }
     double largest = weights[0], total = 0;
     for (const double weight : weights) largest = std::max(largest, weight);
@@ -485,6 +499,41 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       check(n, is_shuffled, 50, 0, 4, 4, 8);
     }
   check(5, true, 50, 3, 100, 2, 6);  // a task has several tiles of queries
+}
+
+// With drafts and a window, a causal query sees the keys of at most `window` positions before its
+// own. All drafted tokens see the same cached rows, and each other. The cached rows of a request
+// may be in several segments.
+void test_causal_and_drafted_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(23);
+  InOrder in_order;
+  constexpr int64_t kRows = 200, kSize = 20;
+  for (const CacheType cache : kCaches)
+    for (const int64_t T : {1, 6, 40})
+      for (const int64_t S : {0, 5, 70})
+        for (const int64_t window : {1, 7, 64, 300})
+          for (int64_t times = 0; times <= 2; ++times) {
+            tally.about = std::string(kernels.name) + " window";
+            for (const int64_t one : {T, S, window, times})
+              tally.about += " " + std::to_string(one);
+            Attention attention(numbers, 1, T, S, 4, 2, kSize);
+            attention.cache = cache, attention.window = window, attention.table_rows = kRows;
+            attention.visible_block = 1, attention.has_drafts = true, attention.own_scale = 0.3f;
+            attention.cos = numbers.normals(kRows * kSize / 2);
+            attention.sin = numbers.normals(kRows * kSize / 2);
+            const int64_t first = S + numbers.below(kRows - S - T);
+            std::iota(attention.positions.begin(), attention.positions.end(),
+                      first + times * kRows);
+            attention.run(kernels, in_order);
+            CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
+            if (S == 0) continue;
+            const Floats whole = attention.y;
+            const int64_t cut = numbers.below(S);
+            attention.segments = {{0, cut, 0, T}, {cut, S - cut, 0, T}};
+            attention.run(kernels, in_order);
+            CHECK(distance(attention.y, std::vector<double>(whole.begin(), whole.end()), 1) <
+                  kAttentionTolerance);
+          }
 }
 
 // If the cache does not round keys and values, a draft pass gives the same bits as a pass with full
@@ -691,6 +740,7 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_queries_see_a_window(tally, kernels);
   test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
   test_draft_passes_are_full_attention(tally, kernels);
+  test_causal_and_drafted_queries_see_a_window(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
 }

@@ -4,6 +4,7 @@
 
 #include "base/random.h"
 #include "decode/request.h"
+#include "engines/draws.h"
 
 namespace dlm {
 
@@ -34,13 +35,14 @@ void Request::renoise(const Predictions& predictions, Proposals& proposals) {
   }
   for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
-    const int32_t token = proposals.tokens[row] = best_[row];
+    const int32_t token = proposals.tokens[row] = best_[row], likeliest = predictions.tokens[best];
     const float prob = predictions.probs[best];
-    const bool is_likeliest = token == predictions.tokens[best];
-    proposals.probs[row] = is_likeliest
-                               ? prob
-                               : prob_of(token, predictions.logits + row * denoiser_.vocab_size,
-                                         predictions.tokens[best], prob);
+    if (token == likeliest) {
+      proposals.probs[row] = prob;
+      continue;
+    }
+    const float* const logits = predictions.logits + row * denoiser_.vocab_size;
+    proposals.probs[row] = prob_behind(behind_of(token, logits, likeliest), prob);
   }
   if (is_constrained_) find_losses(predictions, proposals);
   note_guesses(proposals);

@@ -441,6 +441,18 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   store(values, T, D, a.reads_rounded(), stored_values);
 }
 
+inline void widen_row(dlm::CacheType cache, const uint8_t* row, int64_t D, float* out) {
+  switch (cache) {
+    case dlm::CacheType::fp32:
+      __builtin_memcpy(out, row, D * sizeof(float));
+      return;
+    case dlm::CacheType::fp16:
+      return Fp16Rows::widen(row, D, out);
+    case dlm::CacheType::int8:
+      return Int8Rows::widen(row, D, out);
+  }
+}
+
 // Computes the attention of the queries to the cached rows of one segment and one head.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segment& of,
@@ -456,6 +468,39 @@ void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segmen
       return softmax.template add_stored<Fp16Rows>(keys, values, S);
     case dlm::CacheType::int8:
       return softmax.template add_stored<Int8Rows>(keys, values, S);
+  }
+}
+
+// Computes the attention of the queries to the cached rows of a request, if the queries see only
+// the rows in a window. The rows belong to the last positions before the request's first token, in
+// order. `least_token` is the token of the first query.
+template <class Attending>
+void add_window(const dlm::CachedAttention& a, const Part& part, int64_t least_token,
+                Attending& softmax) {
+  constexpr int64_t kRows = 8;
+  const int64_t D = a.head_size, position = a.positions[part.token(a, 0)],
+                total = a.cached_of(part.number), first = a.table_row(position) - total;
+  const bool is_draft = position >= a.table_rows;
+  // The first rows are outside of the windows of all queries.
+  int64_t skipped = most(0, total - a.window + (is_draft ? 0 : least_token)), place = first;
+  alignas(64) float keys[kRows * dlm::kLargestHeadSize], values[kRows * dlm::kLargestHeadSize];
+  int64_t positions[kRows];
+  for (int64_t number = 0; number < a.segments_of(part.number); ++number) {
+    const dlm::Segment of = a.segment(part.number, number);
+    const int64_t start = least(skipped, of.cached);
+    skipped -= start, place += start;
+    const int64_t offset = (part.first_past(a, of) + start) * a.row_bytes();
+    const uint8_t* key = static_cast<const uint8_t*>(a.past_keys) + offset;
+    const uint8_t* value = static_cast<const uint8_t*>(a.past_values) + offset;
+    for (int64_t row = start, count; row < of.cached; row += count) {
+      count = least(kRows, of.cached - row);
+      for (int64_t i = 0; i < count; ++i, key += a.row_bytes(), value += a.row_bytes()) {
+        widen_row(a.cache, key, D, keys + i * D);
+        widen_row(a.cache, value, D, values + i * D);
+        positions[i] = place++;
+      }
+      softmax.add(keys, values, positions, count);
+    }
   }
 }
 
@@ -485,9 +530,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       if (tasks_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // The softmax uses powers of 2 instead of powers of e. So queries are multiplied by log2(e), and
-  // by the usual factor 1 / sqrt(D).
-  const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
+  // The softmax uses powers of 2 instead of powers of e. So queries are also multiplied by log2(e).
+  const float scale = kLog2e * a.scale;
   parallel.each(tasks * a.kv_heads, [&](int64_t i) {
     // The tasks of one request and one key/value head have consecutive indices.
     int64_t number = 0, at = i;
@@ -516,9 +560,11 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       }
       if (a.is_limited()) softmax[tile].set_seen(first_seen, last_seen);
     }
-    add_past(a, part, part.segment, softmax);
-    for (int64_t more = 1; more < a.segments_of(number); ++more)
-      add_past(a, part, a.segments[a.first_segments[number] + more], softmax);
+    if (a.window != 0)
+      add_window(a, part, first / group, softmax);
+    else
+      for (int64_t each = 0; each < a.segments_of(number); ++each)
+        add_past(a, part, a.segment(number, each), softmax);
     const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
     const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
     softmax.add(keys, values, a.is_limited() ? a.positions + part.token(a, 0) : nullptr, T);

@@ -230,6 +230,7 @@ struct CachedAttention {
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights that all heads share; nullptr: no norms
   float epsilon;                 // epsilon of both norms
+  float scale;                   // dot products are multiplied by this number
   // The kernel computes only requests whose number of queries per key/value head is in this range.
   int64_t least_queries = 0, most_queries = INT64_MAX;
 
@@ -247,6 +248,15 @@ struct CachedAttention {
   }
   int64_t segments_of(int64_t i) const {
     return segment_count == 0 ? 1 : first_segments[i + 1] - first_segments[i];
+  }
+  Segment segment(int64_t i, int64_t number) const {
+    return segment_count == 0 ? part(i) : segments[first_segments[i] + number];
+  }
+  // Returns the number of cached rows of a part.
+  int64_t cached_of(int64_t i) const {
+    int64_t rows = 0;
+    for (int64_t number = 0; number < segments_of(i); ++number) rows += segment(i, number).cached;
+    return rows;
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
   // Returns how many queries of a part use the same key/value head.
@@ -273,23 +283,26 @@ struct CachedAttention {
   // kernel must not run otherwise.
   bool has_good_segments() const;
 
+  bool is_draft(int64_t position) const { return has_drafts && position >= table_rows; }
   // Returns the row of the cos and sin tables for a position.
   int64_t table_row(int64_t position) const {
-    return has_drafts && position >= table_rows ? position % table_rows : position;
+    return is_draft(position) ? position % table_rows : position;
   }
 
   // Returns the last position that a query at `position` sees. This is at most the last position of
   // the cos and sin tables. In a draft pass, 2 * table_rows is added to this position.
   int32_t last_seen(int64_t position) const {
-    if (has_drafts && position >= table_rows) return static_cast<int32_t>(3 * table_rows - 1);
+    if (is_draft(position)) return static_cast<int32_t>(3 * table_rows - 1);
     const int64_t end =
-        window != 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
+        visible_block == 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
 
-  // Returns the first position that a query at `position` sees.
+  // Returns the first position that a query at `position` sees. Drafted tokens see all tokens of
+  // their pass.
   int32_t first_seen(int64_t position) const {
-    return static_cast<int32_t>(window != 0 && position > window ? position - window : 0);
+    const bool sees_all = window == 0 || position <= window || is_draft(position);
+    return static_cast<int32_t>(sees_all ? 0 : position - window);
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
   // Returns true if new rows are rounded before the kernel uses them.

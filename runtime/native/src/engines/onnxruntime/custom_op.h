@@ -152,6 +152,7 @@ struct Node {
   int64_t window = 0;               // WindowCachedAttention
   bool has_drafts = false;          // DraftCachedAttention
   float epsilon = 0;                // AddNorm and NormedCachedAttention
+  float scale = 0;                  // DraftNormedCachedAttention
 };
 
 struct Definition {

@@ -1,6 +1,7 @@
 // Custom operators for attention with a cache, for RMSNorm of the sum of two inputs, and for
 // candidates (the most likely tokens of each position).
 #include <cinttypes>
+#include <cmath>
 
 #include "engines/onnxruntime/custom_op.h"
 
@@ -38,6 +39,11 @@ void read_draft(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   node.has_drafts = true;
 }
 
+void read_draft_window(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_window(api, info, node);
+  read_draft(api, info, node);
+}
+
 void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeFloat>(api, info, "epsilon", &node.epsilon);
   if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "the epsilon %g is invalid", double{node.epsilon});
@@ -47,6 +53,14 @@ template <auto kRead>
 void read_normed(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   kRead(api, info, node);
   read_epsilon(api, info, node);
+}
+
+template <auto kRead>
+void read_scaled(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_normed<kRead>(api, info, node);
+  ask<ort::KernelInfoGetAttributeFloat>(api, info, "scale", &node.scale);
+  if (!std::isfinite(node.scale))
+    fail(DLM_BAD_BUNDLE, "the scale %g is invalid", double{node.scale});
 }
 
 template <CacheType kCache>
@@ -72,6 +86,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.visible_block = node.visible_block;
   pass.window = node.window;
   pass.has_drafts = node.has_drafts;
+  pass.scale = node.scale != 0 ? node.scale : 1 / std::sqrt(static_cast<float>(pass.head_size));
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads,
                 D = pass.head_size;
   const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
@@ -82,9 +97,9 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE,
          "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
-  // With a window, a token sees only positions near its own position. The operator does not know
-  // the positions of cached rows, so it cannot tell which cached rows are in the window.
-  if (node.window != 0 && S > 0)
+  // Without causal attention, the operator does not know the positions of cached rows, so it cannot
+  // tell which cached rows are in the window.
+  if (node.window != 0 && !node.has_drafts && S > 0)
     fail(DLM_UNSUPPORTED,
          "this denoiser has attention in a window, which cannot use a cache: choose a policy with "
          "cache = none");
@@ -175,7 +190,8 @@ Definition normed_attention(const char* name, int row, Read read, Compute comput
 std::vector<Definition> attention_operators() {
   constexpr Compute kFp32 = attend<CacheType::fp32>, kFp16 = attend<CacheType::fp16>,
                     kInt8 = attend<CacheType::int8>;
-  constexpr Read kNormed = read_normed<read_heads>, kNormedBlock = read_normed<read_block>;
+  constexpr Read kNormed = read_normed<read_heads>, kNormedBlock = read_normed<read_block>,
+                 kDraft = read_scaled<read_draft>, kDraftWindow = read_scaled<read_draft_window>;
   return {
       attention("CachedAttention", F, read_heads, kFp32),
       attention("Fp16CachedAttention", H, read_heads, kFp16),
@@ -195,6 +211,12 @@ std::vector<Definition> attention_operators() {
       normed_attention("BlockNormedCachedAttention", F, kNormedBlock, kFp32),
       normed_attention("Fp16BlockNormedCachedAttention", H, kNormedBlock, kFp16),
       normed_attention("Int8BlockNormedCachedAttention", I, kNormedBlock, kInt8),
+      normed_attention("DraftNormedCachedAttention", F, kDraft, kFp32),
+      normed_attention("Fp16DraftNormedCachedAttention", H, kDraft, kFp16),
+      normed_attention("Int8DraftNormedCachedAttention", I, kDraft, kInt8),
+      normed_attention("DraftWindowNormedCachedAttention", F, kDraftWindow, kFp32),
+      normed_attention("Fp16DraftWindowNormedCachedAttention", H, kDraftWindow, kFp16),
+      normed_attention("Int8DraftWindowNormedCachedAttention", I, kDraftWindow, kInt8),
       {"AddNorm", {F, F, F}, {F, F}, read_epsilon, compute_add_norm},
       {"Candidates", {F, F}, {kInt32, F, F, F}, nullptr, compute_candidates},
   };
