@@ -29,6 +29,8 @@
 
 #include "base/error.h"
 #include "cache/arena.h"
+#include "compile/constraint.h"
+#include "constraints/constrained.h"
 #include "decode/lockstep_passes.h"
 #include "decode/proposer.h"
 #include "decode/save_prompt.h"
@@ -140,17 +142,43 @@ std::vector<int32_t> canvas_of(const dlm::Job& job) {
   return {job.result().tokens, job.result().tokens + job.result().length};
 }
 
+// Returns constraints over the tokens of the fake denoisers.
+const std::vector<std::shared_ptr<const dlm::Automaton>>& constraints() {
+  static const auto all = [] {
+    const dlm::compile::Vocabulary vocabulary(
+        {"", "", "a", "b", "ab", "c", "ba", "aa", "cb", "d", "dd", "x", "abc"}, {}, kVocabulary,
+        {kEnd}, nullptr);
+    std::vector<std::shared_ptr<const dlm::Automaton>> made;
+    for (const char* const content :
+         {"[ab]+c?", "(?:ab|c)*d", "a{3,9}(?:b|c)", "[abcdx]*", "ab(?:c|d){2,4}", "x|dd|aab"}) {
+      dlm::compile::Constraint wanted;
+      wanted.kind = dlm::compile::Constraint::regex;
+      wanted.content = content;
+      made.push_back(std::make_shared<const dlm::Automaton>(
+          dlm::compile::compile_constraint(wanted, vocabulary).automaton));
+    }
+    return made;
+  }();
+  return all;
+}
+
 // Describes a request, so that the same request can be created several times.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
   Limits limits;
+  std::shared_ptr<const dlm::Automaton> constraint{};  // may be NULL
 
   dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine,
                     Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == of.mask_token_id);
-    if (fault == Fault::none) return dlm::Request(of, engine, policy, canvas, undecided, 0);
+    if (fault == Fault::none && constraint == nullptr)
+      return dlm::Request(of, engine, policy, canvas, undecided, 0);
+    if (fault == Fault::none)
+      return dlm::Request(
+          of, engine, policy, canvas, undecided, 0,
+          std::make_unique<dlm::Constrained>(of, policy, constraint, 0, canvas, undecided));
     // The policy must not start from random tokens or decide positions of several blocks, because
     // the request has its own proposer.
     dlm::Policy other = policy;
@@ -158,6 +186,16 @@ struct Wish {
     if (other.remask == dlm::Remask::noise) other.remask = dlm::Remask::none;
     return dlm::Request(of, engine, other, canvas, undecided, 0,
                         std::make_unique<Faulty>(of, other, fault));
+  }
+
+  // Returns true if the generated tokens are a text of the constraint.
+  bool is_legal(const dlm::Job& job, int32_t mask) const {
+    if (constraint == nullptr) return true;
+    const std::vector<int32_t> found = canvas_of(job);
+    int32_t state = 0;
+    for (size_t i = 0; i < found.size() && state >= 0; ++i)
+      if (canvas[i] == mask) state = constraint->next(state, found[i]);
+    return state >= 0 && constraint->distances[static_cast<size_t>(state)] == 0;
   }
 };
 
@@ -237,6 +275,15 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   return wish;
 }
 
+// Adds a constraint to half of the requests that generate text only after a prompt.
+void constrain(std::mt19937& random, int32_t mask, Wish& wish) {
+  const auto first = std::find(wish.canvas.begin(), wish.canvas.end(), mask);
+  const bool has_gaps = std::any_of(first, wish.canvas.end(), [&](int32_t t) { return t != mask; });
+  const auto& constraint = constraints()[random() % constraints().size()];
+  if (random() % 2 == 0 && !has_gaps && constraint->distances[0] <= wish.canvas.end() - first)
+    wish.constraint = constraint;
+}
+
 // Runs the request alone, as in a session, and returns the result.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   dlm::LockstepPasses passes(of, engine, {INT64_MAX, INT64_MAX}, 1);
@@ -305,6 +352,7 @@ void test_random_requests(uint32_t seed, bool shares) {
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
     wishes.push_back(make_wish(random, visible_block, shift, is_noised));
+    constrain(random, of.mask_token_id, wishes.back());
     jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
   };
   for (int i = 0; i < 4; ++i) submit();
@@ -316,6 +364,7 @@ void test_random_requests(uint32_t seed, bool shares) {
     CHECK(jobs[i]->wait(dlm::Clock::duration{}) &&
           same(*jobs[i], run_alone(whole, other, wishes[i]), window > 0));
     CHECK(same_answer(*jobs[i], run_alone(of, windowed, wishes[i])));
+    CHECK(wishes[i].is_legal(*jobs[i], of.mask_token_id));
     const dlm::RowCounts reserved = rows_of(wishes[i].make(of, engine), 16);
     const uint64_t window_row = dlm::window_row_bytes(of.cache);
     if (shares && window > 0)
@@ -1149,6 +1198,12 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
 
 // With the argument `all`, the tests with random numbers run more often.
 int runner_test(int argc, char** argv) {
+  if (argc > 2 && std::string(argv[1]) == "requests") {  // so many seeds of random requests alone
+    for (int seed = 0; seed < std::atoi(argv[2]); ++seed)
+      test_random_requests(static_cast<uint32_t>(seed), seed % 2 == 0);
+    std::printf("%d passed, %d failed\n", passed, failed);
+    return failed == 0 ? 0 : 1;
+  }
   const bool all = argc > 1 && std::string(argv[1]) == "all";
   for (uint32_t seed = 0; seed < (all ? 60u : 20u); ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < (all ? 20u : 8u); ++seed) test_random_requests(seed, false);
