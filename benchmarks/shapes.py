@@ -63,10 +63,13 @@ and a vocabulary of 151,936 tokens.
 """
 
 
-QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
-"""Build options for random weights. Calibration can be short, because its results do not change the
-time of a pass.
-"""
+def quickly(precision: str) -> tuple[str, ...]:
+    """Return build options for random weights.
+
+    Calibration can be short, because its results do not change the time of a pass.
+    """
+    few = ("--calib-samples", "4", "--calib-states", "4")
+    return ("--no-verify", *(() if precision in ("fp32", "fp16", "bf16") else few))
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
@@ -133,7 +136,7 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
 
 def bundle_of(size: str, precision: str) -> Path:
     """Return the bundle of the denoiser ``size``. The bundle is built once."""
-    options = ("--no-verify",) if size == "demo" else QUICKLY
+    options = ("--no-verify",) if size == "demo" else quickly(precision)
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
@@ -153,7 +156,7 @@ def text_bundle(layers: int | None = None) -> Path:
     source = random_checkpoint(name, llada_config(**shape, **ids, max_sequence_length=512))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, source)
-    return built(source, f"{name}-int8", "--precision", "int8", *QUICKLY)
+    return built(source, f"{name}-int8", "--precision", "int8", *quickly("int8"))
 
 
 def machine() -> dict[str, Any]:

@@ -863,6 +863,24 @@ def random_tensor(
     )
 
 
+def _scale_for_gemma(tensors: dict[str, torch.Tensor]) -> None:
+    """Scale random tensors of DiffusionGemma, which Gemma 4 scales in other places than others.
+
+    - Attention does not divide products of queries and keys by the square root of the head size,
+      because the norms of queries and keys learn their scale. With norms of 1 and heads of 512
+      features, these products have a deviation of 22. Each token then attends to one other token
+      only, and rounding decides which. Here, the deviation is 2.
+    - Embeddings are multiplied by the square root of the hidden size, and are also the weights of
+      the head. With embeddings of 1, layers would hardly change them, and the logits would all be
+      at the ends of their range. Here, they have a deviation of 3.
+    """
+    for name, tensor in tensors.items():
+        if name.endswith("k_norm.weight"):
+            tensor *= 2 / math.sqrt(len(tensor))
+        elif name.endswith("embed_tokens.weight"):
+            tensor *= 3 / math.sqrt(tensor.shape[1])
+
+
 def write_checkpoint(
     path: Path,
     config: dict[str, Any],
@@ -886,6 +904,8 @@ def write_checkpoint(
         )
         mine = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         tensors = {name: random_tensor(name, shapes[name], dtype, generator) for name in mine}
+        if "DiffusionGemmaForBlockDiffusion" in config["architectures"]:
+            _scale_for_gemma(tensors)
         save_file(
             tensors, path / file, metadata={"format": "pt"}
         )  # old versions of transformers require this key

@@ -20,9 +20,9 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.shapes import DLM_EXPORT, QUICKLY, built, machine, random_checkpoint
+from benchmarks.gpu.expert_models import MODELS, checkpoint_of
+from benchmarks.shapes import DLM_EXPORT, built, machine, quickly
 from benchmarks.speed.watching import watched
 from benchmarks.tables import table
 from dlm_export.bundle.manifest import network_of, read_manifest
@@ -30,72 +30,9 @@ from dlm_export.planning.roofline import Costs
 from dlm_export.tensorrt.estimate import Limits, estimate
 
 # The import of shapes adds the tests' folder to the path.
-from checkpoints import (  # isort: skip
-    diffusion_gemma_config,
-    llada2_config,
-    llada_moe_config,
-    qwen3_moe_config,
-    write_headers,
-)
+from checkpoints import write_headers  # isort: skip
 
-IDS = {"vocab_size": 1024, "mask_token_id": 1000, "eos_token_id": 1001, "pad_token_id": 1001}
-WIDE = IDS | {"hidden_size": 2048, "num_experts_per_tok": 8, "max_position_embeddings": 4096}
-QWEN3_30B = WIDE | {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "moe_intermediate_size": 768,
-}
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "LLaDA-MoE": (
-        llada_moe_config(
-            **WIDE,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            num_experts=64,
-            expert_intermediate_size=1024,
-        ),
-        16,
-    ),
-    "LLaDA2-mini": (
-        llada2_config(
-            **WIDE,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=256,
-            moe_intermediate_size=512,
-            n_group=8,
-            topk_group=4,
-            first_k_dense_replace=0,
-        ),
-        20,
-    ),
-    "SDAR-30B-A3B": (qwen3_moe_config("SDARMoeForCausalLM", block_size=4, **QWEN3_30B), 48),
-    "RND1": (qwen3_moe_config("RND1LM", **QWEN3_30B), 48),
-}
-"""The configuration of each model, and its number of layers."""
-VOCABULARIES = {"LLaDA-MoE": 157184, "LLaDA2-mini": 157184, "SDAR-30B-A3B": 151936, "RND1": 151936}
 DEVICES = "rtx4090,rtx5090,h100,b200,thor,agx-orin"
-GEMMA: dict[str, Any] = {
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "moe_intermediate_size": 704,
-    "num_hidden_layers": 30,
-    "layer_types": ["full_attention" if i % 6 == 0 else "sliding_attention" for i in range(1, 31)],
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "per_layer_config": {
-        str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in range(5, 30, 6)
-    },
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "sliding_window": 1024,
-    "canvas_length": 256,
-    "max_position_embeddings": 8192,
-}
 BUNDLES = {"int4": ("rtx4090", "rtx5090"), "fp8": ("rtx4090",), "nvfp4": ("rtx5090",)}
 """The targets of the bundle in each precision."""
 FURTHER = {"int4": 2.7, "fp8": 1.7, "nvfp4": 2.15}
@@ -104,16 +41,12 @@ FURTHER = {"int4": 2.7, "fp8": 1.7, "nvfp4": 2.15}
 
 def measure(model: str, layers: int) -> list[list[str]]:
     """Build the bundles and engines of a model. Returns a row of the table for each engine."""
-    config, every = MODELS[model]
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if "moe_layer_freq" in config:
-        changes["moe_layer_freq"] = [1] * layers
-    source = random_checkpoint(f"{model}-{layers}", config | changes)
+    source, every = checkpoint_of(model, layers), MODELS[model].layers
     rows = []
     for precision, targets in BUNDLES.items():
         options = ("--target", ",".join(targets), "--precision", precision, "--solver", "nearest")
-        name = f"{model}-{layers}-{precision}"
-        bundle = built(source, name, *options, *QUICKLY, "--no-engine")
+        name = f"{source.name}-{precision}"
+        bundle = built(source, name, *options, *quickly(precision), "--no-engine")
         manifest = read_manifest(bundle)
         network = network_of(manifest)
         formats, limits = manifest["precision"]["layers"], Limits(network.max_canvas_length, 32)
@@ -137,18 +70,12 @@ def measure(model: str, layers: int) -> list[list[str]]:
 
 def plan() -> list[list[str]]:
     """Predict passes of the whole models. Returns a row for each model and device."""
-    gemma = diffusion_gemma_config(**GEMMA)
-    whole = {"DiffusionGemma 26B-A4B": (gemma, 262144)}
-    for model, (config, layers) in MODELS.items():
-        changes: dict[str, Any] = {"num_hidden_layers": layers}
-        if "moe_layer_freq" in config:
-            changes["moe_layer_freq"] = [1] * layers
-        whole[model] = (config | changes, VOCABULARIES[model])
     rows = []
-    for model, (config, vocabulary) in whole.items():
+    for name, model in MODELS.items():
+        config = model.config(model.layers)
         with tempfile.TemporaryDirectory() as folder:
             top = config.get("text_config", config)
-            top["vocab_size"] = vocabulary
+            top["vocab_size"] = model.vocab_size
             write_headers(Path(folder), config)
             command = [*DLM_EXPORT, "plan", folder, "--targets", DEVICES, "--json"]
             told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -159,7 +86,7 @@ def plan() -> list[list[str]]:
                 if each["target"] == device and each["fits"] is not False
             ]
             if not fitting:
-                rows.append([model, device, "none fits", *[""] * 5])
+                rows.append([name, device, "none fits", *[""] * 5])
                 continue
             best = min(fitting, key=lambda each: each["block_pass"]["ms"])
             cells = [
@@ -169,7 +96,7 @@ def plan() -> list[list[str]]:
             computed = "all" if best["all_experts"] else "chosen"
             memory = f"{best['memory_bytes'] / 1e9:.1f}"
             tokens = str(best["block_pass"]["tokens"])
-            rows.append([model, device, best["precision"], computed, tokens, *cells, memory])
+            rows.append([name, device, best["precision"], computed, tokens, *cells, memory])
     return rows
 
 

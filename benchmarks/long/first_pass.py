@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import QUICKLY, ROOT, built, machine, random_checkpoint
+from benchmarks.shapes import ROOT, built, machine, quickly, random_checkpoint
 from benchmarks.tables import MIB, table
 
 BLOCK, VOCABULARY = 32, 32_000
@@ -79,7 +79,7 @@ def checkpoint() -> Path:
 
 def bundle_of(cache: str) -> Path:
     """Return the int8 bundle whose cache has the type ``cache``. The bundle is built once."""
-    options = ("--precision", "int8", "--cache-dtype", cache, *QUICKLY)
+    options = ("--precision", "int8", "--cache-dtype", cache, *quickly("int8"))
     return built(checkpoint(), f"first-pass-int8-{cache}", *options)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.long.first_pass import multiply_adds, rate
-from benchmarks.shapes import QUICKLY, built, machine, random_checkpoint
+from benchmarks.shapes import built, machine, quickly, random_checkpoint
 
 NEW_TOKENS, BLOCK_LENGTH, PASSES_PER_BLOCK = 128, 32, 4
 LONGEST, VOCABULARY = 65_536, 8_192
@@ -42,7 +42,7 @@ def bundle_of(precision: str) -> Path:
     source = random_checkpoint(
         "long", llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST)
     )
-    return built(source, f"long-{precision}", "--precision", precision, *QUICKLY)
+    return built(source, f"long-{precision}", "--precision", precision, *quickly(precision))
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
