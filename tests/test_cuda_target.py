@@ -152,7 +152,7 @@ def test_a_bundle_for_cuda_opens_on_the_cpu_when_asked_to_and_not_by_itself() ->
     folder = gpu_bundle("fp16", "cuda")
     with pytest.raises(
         dlm_runtime.RequestError,
-        match='Open it with provider "cuda", or open it with engine "onnxruntime"',
+        match='Open it with provider "cuda", or run it on the CPU with engine "onnxruntime"',
     ):
         dlm_runtime.open(folder)
     with pytest.raises(dlm_runtime.EngineError, match="has no CUDAExecutionProvider"):

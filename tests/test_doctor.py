@@ -271,7 +271,7 @@ def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_s
     for machine in (BARE, ORIN, RTX):
         made = report.judge(machine, llada_bundle)
         assert made.works
-        assert told(made)["bundle", "engine"].said == "ONNX Runtime 1.31.1 on the CPU"
+        assert told(made)["bundle", "runs here"].said == "ONNX Runtime 1.31.1 on the CPU"
         assert told(made)["bundle", "memory"].state == OK
     found = memory_needed(json.loads((llada_bundle / "manifest.json").read_text()))
     assert found.weights == (llada_bundle / "denoiser.onnx.data").stat().st_size
@@ -310,8 +310,8 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
 ) -> None:
     entry = {"sm": [87], "builder": "tensorrt", "version": "10.3.0.30"}
     fits = _judged(ORIN, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])
-    assert fits["bundle", "engine"].state == OK
-    assert fits["bundle", "engine"].said == "TensorRT on Orin"
+    assert fits["bundle", "runs here"].state == OK
+    assert fits["bundle", "runs here"].said == "TensorRT on Orin"
     for change, reason in (
         ({"sm": [110]}, "agx-orin is for SM 11.0"),
         ({"version": "10.7.0.23"}, "agx-orin needs TensorRT 10.7.0.23, not 10.3.0.30"),
@@ -324,24 +324,23 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
         machine = LEAN if "version_compatible" in change else ORIN
         found = _judged(
             machine, llada_bundle, monkeypatch, {"agx-orin": entry | change}, ["agx-orin"]
-        )["bundle", "engine"]
+        )["bundle", "runs here"]
         assert found.state == MISSING
         assert reason in found.said
         assert found.remedy.startswith(f"dlm-export engine {llada_bundle} --target sm87")
         assert "--engine onnxruntime" in found.remedy
     engines: dict[str, object] = {"agx-orin": entry | {"version_compatible": True}}
     lean = _judged(LEAN, llada_bundle, monkeypatch, engines, ["agx-orin"])
-    assert lean["bundle", "engine"].state == OK
+    assert lean["bundle", "runs here"].state == OK
     assert lean["GPU", "TensorRT"].said == "lean runtime 10.3.0.30, libnvinfer_lean.so.10"
     said = "version-compatible engines of TensorRT 10.3.0.30, exactly this version"
     assert lean["GPU", "running engines"].said == said
-    none = _judged(ORIN, llada_bundle, monkeypatch, {}, ["agx-orin"])["bundle", "engine"]
+    none = _judged(ORIN, llada_bundle, monkeypatch, {}, ["agx-orin"])["bundle", "runs here"]
     assert none.said == "no engine for SM 8.7: the bundle has none yet"
-    bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])[
-        "bundle", "engine"
-    ]
-    assert bare.said.startswith("no GPU: libcuda.so.1")
-    cuda = _judged(RTX, llada_bundle, monkeypatch, {}, ["cuda"])["bundle", "engine"]
+    bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])
+    assert bare["bundle", "runs here"].said.startswith("no GPU: libcuda.so.1")
+    assert bare["bundle", "memory"].said.endswith("there is no GPU here to compare this with")
+    cuda = _judged(RTX, llada_bundle, monkeypatch, {}, ["cuda"])["bundle", "runs here"]
     assert cuda.said == "this ONNX Runtime has no CUDA provider"
 
 

@@ -105,7 +105,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     ),
     "a device that is not known": (
         WRONG,
-        r"unknown target 'toaster'|'toaster' is not one of|engine \"toaster\" is not one",
+        r"unknown target 'toaster'|'toaster' is not one of|--engine toaster is not one",
         every("build", "quantize", "engine", more="--target toaster")
         | every("report", more="--speed --engine toaster")
         | every(*RUN_BUNDLES, "verify", "compare", "triton", more="--engine toaster")
@@ -123,6 +123,16 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
         | every("plan", more="--batch -1")
         | dict.fromkeys(("targets", "embed", "doctor"), "--batch -1")
         | {"compile": "BUNDLE --json-object --max-depth -1 -o OUT"},
+    ),
+    "an option for GPUs on a CPU": (
+        WRONG,
+        "--cuda-graphs is for --provider cuda, not for --provider cpu",
+        every("run", "bench", "serve", "compare", more="--cuda-graphs"),
+    ),
+    "an option for other precisions": (
+        WRONG,
+        "--calib-samples needs a quantised precision; --precision is fp16",
+        every("build", "quantize", more="--precision fp16 --calib-samples 128"),
     ),
     "a preset that is not there": (
         WRONG,

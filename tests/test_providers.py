@@ -262,7 +262,7 @@ def test_nodes_left_to_the_cpu_are_refused_by_name_unless_fallback_is_allowed(
     assert drive(made, **CUDA).opened == (
         "UNSUPPORTED",
         f"{made}/denoiser.device.onnx: ONNX Runtime's CUDA provider does not run {LISTED}. Build the bundle with "
-        "--target cuda, or let the CPU run them (allow_fallback, --allow-fallback)",
+        "--target cuda, or let the CPU run them (allow_fallback)",
     )
     told = drive(made, allow_fallback=1, cache="dual", **CUDA)
     name = f"onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: {LISTED})"

@@ -323,7 +323,7 @@ def test_passes_of_one_shape_run_as_one_cuda_graph(tmp_path: Path, drive: Drive)
 @pytest.mark.parametrize(
     ("options", "status", "sentence"),
     [
-        ({"engine": "auto"}, "INVALID_ARGUMENT", 'is for provider "cuda", not for "cpu"'),
+        ({"engine": "auto"}, "INVALID_ARGUMENT", 'is for provider "cuda", not for provider "cpu"'),
         (CUDA, "UNSUPPORTED", "CUDA graphs need a bundle that was built with --target cuda"),
     ],
 )

@@ -7,6 +7,7 @@ signal, so that a shell loop that runs the program stops too.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -70,8 +71,21 @@ SECTIONS = (
 )
 
 
+_ARGUMENT = re.compile(r'\b(?:(engine|provider) "(\w+)"|(allow_fallback|cuda_graphs)\b)')
+
+
+def _with_options(text: str) -> str:
+    """Replace the names of arguments of ``dlm_runtime.open`` in an error message by the options."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value, flag = found.groups()
+        return f"--{name} {value}" if name else f"--{flag.replace('_', '-')}"
+
+    return _ARGUMENT.sub(option, text)
+
+
 def _failure(error: DlmError) -> click.ClickException:
-    failure = click.ClickException(one_line(error))
+    failure = click.ClickException(_with_options(one_line(error)))
     failure.exit_code = error.exit_code  # type: ignore[misc]
     return failure
 

@@ -13,7 +13,7 @@ import click
 from dlm_calibration.precisions import block_left_out
 from dlm_export.checkpoints.hub import HubName, Located
 from dlm_export.checkpoints.local import local
-from dlm_export.cli.judging import print_judgement
+from dlm_export.cli.judging import print_judgement, shown_parity
 from dlm_export.cli.options import (
     CHECKPOINT,
     ENGINE_OPTIONS,
@@ -58,7 +58,6 @@ from dlm_export.cli.values import (
 
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
-    from dlm_export.judging.parity.verdict import Parity
     from dlm_export.judging.precision_search.layer_times import Tuning
     from dlm_export.judging.precision_search.search import CurvePoint
     from dlm_export.judging.tuning.threshold import Refit
@@ -85,7 +84,7 @@ def _common(precision: str, **settings: Any) -> Any:
 @command()
 @click.argument("checkpoint", type=SOURCE)
 @options(
-    _common(f"{PRECISION_HELP}.  [default: fp32]"),
+    _common(f"{PRECISION_HELP}.  [default: fp32; on GPUs: fp16]"),
     group("Checkpoint", *SOURCE_OPTIONS, *TEXT_OPTIONS),
     *QUANTISE_GROUPS,
     machine_group,
@@ -251,40 +250,9 @@ def print_build(report: BuildReport) -> None:
         click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
     else:
         click.echo(
-            f"Parity with {report.parity.reference} holds: {_shown_parity(report.parity)}. "
+            f"Parity with {report.parity.reference} holds: {shown_parity(report.parity)}. "
             "With the released code: not compared (`dlm-export capture`, `verify --golden`)"
         )
-
-
-def _shown_parity(parity: Parity) -> str:
-    """Describe what a parity check compared, and the largest difference that the check found."""
-    from dlm_calibration.precisions import FORMATS
-    from dlm_export.judging.parity.verdict import LOGITS, ROUTER
-
-    pass_apart = max(row.relative for row in parity.graph)
-    limit = parity.tolerance
-    if parity.layers:
-        rows = [row for row in parity.layers if row.format != ROUTER]
-        count = sum(row.layer != LOGITS for row in rows)
-        worst = max(row.worst for row in rows)
-        kind = "quantised layers" if "quantised" in parity.precision else "mixtures of experts"
-        flips = (
-            ", in which rounding differences add up,"
-            if any(FORMATS[row.format].activations for row in rows)
-            else ""
-        )
-        return (
-            f"{count} {kind} and the operators between them, each from equal inputs, within {worst:.1e} of their range "
-            f"({limit.passed_on:.1e} allowed). A whole pass{flips} has no limit here: logits of random prompts "
-            f"within {pass_apart:.1e}"
-        )
-    equal, total = (
-        sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases")
-    )
-    return (
-        f"logits within {pass_apart:.1e} of their range ({limit.passed_on:.1e} allowed), {equal} of {total} canvases of random "
-        f"prompts equal ({limit.agreement:.0%} required)"
-    )
 
 
 def print_engine(built: Built, size: int) -> None:

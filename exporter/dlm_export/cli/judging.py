@@ -321,12 +321,50 @@ def print_parity(parity: Parity) -> None:
             "Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows
         )
         share = f", {parity.tolerance.agreement:.0%} of canvases equal"
-    limit = parity.tolerance.passed_on
     verdict = "FAILS" if parity.misses else "Holds"
-    click.echo(
-        f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})"
-    )
+    limit = f"allowed: logits within {parity.tolerance.passed_on:.1e} of their range{share}"
+    how = f", layer by layer: {shown_parity(parity)}" if parity.layers else f" ({limit})"
+    click.echo(f"{verdict} at {parity.precision}{how}")
     click.echo(one_line(f"Compared with {parity.reference}"))
+
+
+def shown_parity(parity: Parity) -> str:
+    """Describe what a parity check compared, and the largest difference that the check found."""
+    from dlm_calibration.precisions import FORMATS
+    from dlm_export.judging.parity.verdict import LOGITS, ROUTER
+
+    pass_apart = max(row.relative for row in parity.graph)
+    limit = parity.tolerance
+    equal, total = (
+        sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases")
+    )
+    if parity.layers:
+        rows = [row for row in parity.layers if row.format != ROUTER]
+        count = sum(row.layer != LOGITS for row in rows)
+        worst = max(row.worst for row in rows)
+        is_quantised = "quantised" in parity.precision
+        kind = "quantised layers" if is_quantised else "mixtures of experts"
+        flips = (
+            ", in which rounding differences add up,"
+            if any(FORMATS[row.format].activations for row in rows)
+            else ""
+        )
+        # Layers of a bundle in full precision are compared only after whole passes missed their
+        # limits (see ``against_torch.by_layers``).
+        whole = (
+            f"A whole pass{flips} has no limit here: logits of random prompts within {pass_apart:.1e}"
+            if is_quantised
+            else "Whole passes missed their limits, as they may if two experts suit a token almost equally: logits of "
+            f"random prompts within {pass_apart:.1e}, {equal} of {total} canvases equal"
+        )
+        return (
+            f"{count} {kind} and the operators between them, each from equal inputs, within {worst:.1e} of their range "
+            f"({limit.passed_on:.1e} allowed). {whole}"
+        )
+    return (
+        f"logits within {pass_apart:.1e} of their range ({limit.passed_on:.1e} allowed), {equal} of {total} canvases of random "
+        f"prompts equal ({limit.agreement:.0%} required)"
+    )
 
 
 def print_judgement(judgement: Judgement) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from dlm_export.cli.options import BUDGETS
 
@@ -46,11 +47,13 @@ def opening(values: dict[str, Any]) -> Opening:
 
 
 _QUANTISED_ONLY = (
-    *("activations", "resume", "calib", "calib_preset", "calib_min_tokens_per_expert"),
+    *("activations", "resume", "calib", "calib_samples", "calib_states", "calib_source"),
+    *("calib_preset", "calib_min_tokens_per_expert", "calibrator"),
     *("observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
 _JUDGED_ONLY = ("judged", *BUDGETS)
+_DEFAULT = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 _ENGINE_ONLY = (
     *("canvas", "block", "workspace", "timing_cache"),
     *("builder", "version_compatible", "allow_fallback", "no_engine", "plain_graph"),
@@ -75,8 +78,10 @@ def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
 
     The error message names the option, followed by ``why``.
     """
+    context = click.get_current_context(silent=True)
     for name in names:
-        if values.get(name) is not None:
+        is_default = context is not None and context.get_parameter_source(name) in _DEFAULT
+        if values.get(name) is not None and not is_default:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 

@@ -77,7 +77,7 @@ def examine_bundle(
         lacking = [(what, f"{remedy}; {ON_CPU}") for what, remedy in lacking]
         kind = NAMES[machine.native.tensorrt or TENSORRT.name]
         engine = "" if lacking else f"{kind} on {machine.driver.gpus[0].name}"
-    yield needed(part, "engine", lacking, engine)
+    yield needed(part, "runs here", lacking, engine)
     yield from _kernels(machine, part, manifest)
     yield from _prompt_reuse(machine, part, manifest)
     yield _memory(machine, part, manifest)
@@ -231,12 +231,15 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
 
 def _memory(m: Machine, part: str, manifest: Mapping[str, Any]) -> Finding:
     found, is_for_gpu = memory_needed(manifest), "device_file" in manifest["loop"]["graph"]
-    own = is_for_gpu and m.sm is not None and m.sm not in SHARED_SM
-    room = m.driver.gpus[0].memory_bytes if own else m.usable_bytes
+    room, where = m.usable_bytes, f"{size(m.usable_bytes)} are available"
+    if is_for_gpu and m.sm is None:
+        room, where = None, "there is no GPU here to compare this with"
+    elif is_for_gpu and m.sm not in SHARED_SM:
+        room = m.driver.gpus[0].memory_bytes
+        where = f"the GPU has {size(room)}"
     parts = f"weights {size(found.weights)}, cache {size(found.cache)}, passes {size(found.passes)}"
     canvas = manifest["loop"]["max_canvas_length"]
     said = f"about {size(found.device)} for a canvas of {canvas} tokens ({parts}), by formula"
-    where = f"the GPU has {size(room)}" if own else f"{size(room)} are available"
     remedy = "run fewer other programs, or use shorter canvases, a smaller precision or --cache-dtype int8"
     if room is not None and found.weights > room:
         return needed(part, "memory", [(f"{said}; {where}", remedy)], "")

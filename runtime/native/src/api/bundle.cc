@@ -66,8 +66,7 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   if (manifest.engines.empty())
     dlm::fail(
         DLM_UNSUPPORTED,
-        "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
-        "CPU, or with a provider such as \"cuda\"",
+        "this bundle has no TensorRT engine. %s, or run it on the CPU with engine \"onnxruntime\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library, log);
 }
@@ -89,7 +88,8 @@ std::string choose_engine(const dlm_open_options& options) {
         "provider \"%.40s\" is for engine \"onnxruntime\": engine \"tensorrt\" runs engine files",
         provider.name.c_str());
   if (provider.cuda_graphs && provider.name != "cuda")
-    dlm::fail(DLM_INVALID_ARGUMENT, "cuda_graphs is for provider \"cuda\", not for \"%.40s\"",
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "cuda_graphs is for provider \"cuda\", not for provider \"%.40s\"",
               provider.name.c_str());
   return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }

@@ -387,7 +387,7 @@ class OnnxRuntime final : public HostEngine {
       throw Error(DLM_UNSUPPORTED, path_ + ": ONNX Runtime's " + provider_->label +
                                        " provider does not run " + left_ +
                                        ". Build the bundle with --target cuda, or let the CPU run "
-                                       "them (allow_fallback, --allow-fallback)");
+                                       "them (allow_fallback)");
   }
 
   // If the device has run out of memory, releases the status `reported` and throws an error. The
