@@ -29,14 +29,16 @@ from slow_cases import slow_except
 import dlm_runtime
 from dlm_calibration.precision_rounding import FP32, quantise_weight
 from dlm_calibration.precisions import FORMATS, HIGH
-from dlm_export.build import BuildOptions, build
+from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.graph import LAYER_KEY, cuda_experts
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import initialiser
 from dlm_export.graph.experts import StackPart
 from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
-from dlm_export.judging.parity.verdict import ParityError
+from dlm_export.judging.accuracy.effort import Effort
+from dlm_export.judging.parity.canvases import make_canvases, random_prompts
+from dlm_export.judging.parity.verdict import TOLERANCES, ParityError, Tolerance
 from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.spec import ExpertsSpec, NetworkSpec
 from dlm_export.sources import open_source
@@ -200,6 +202,74 @@ def test_bundles_equal_torch_layer_by_layer(family: str, precision: str, tmp_pat
         told = dlm_export("inspect", out).stdout
         assert "fast kernels on CUDA" in told
         assert "a pass computes the chosen experts of a layer" in told
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A checkpoint of LLaDA2, and the logits of its bundle for CPUs in fp32."""
+    folder = tmp_path_factory.mktemp("experts")
+    checkpoint = write_checkpoint(folder / "checkpoint", llada2_config(), seed=7)
+    return checkpoint, logits_of(built(checkpoint, folder / "bundle", "cpu", "fp32"))
+
+
+def built(checkpoint: Path, output: Path, target: str, precision: str) -> BuildReport:
+    """Build a bundle. Bundles in full precision are compared with torch in other tests."""
+    is_full = precision in ("fp32", "fp16")
+    changes = {} if is_full else {"solver": "nearest"}
+    quantise = QuantiseOptions(effort=Effort("none"), recipe_changes=changes)
+    options = BuildOptions((target,), precision, check_parity=not is_full, quantise=quantise)
+    return build(checkpoint, output, options)
+
+
+def logits_of(report: BuildReport) -> np.ndarray:
+    """The bundle's logits on canvases that no other part of the build or of its checks used."""
+    canvases = make_canvases(report.network, random_prompts(report.network, 1, 99), 99)
+    with dlm_runtime.open(report.output, engine="onnxruntime") as bundle:
+        return np.stack([bundle.logits(canvas.tokens.tolist()) for canvas in canvases])
+
+
+def test_logits_in_fp16_equal_those_of_the_bundle_for_cpus(
+    in_fp32: tuple[Path, np.ndarray], tmp_path: Path
+) -> None:
+    checkpoint, exact = in_fp32
+    logits = logits_of(built(checkpoint, tmp_path / "bundle", "cuda", "fp16"))
+    # Found: 1.7e-4. Single tokens differ by up to 9e-2, because two experts have almost equal scores
+    # and fp16 chooses the other one.
+    assert np.abs(logits - exact).mean() < 5e-4 * np.ptp(exact)
+    assert (logits.argmax(-1) == exact.argmax(-1)).mean() > 0.98
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantised_logits_are_as_near_to_torch_as_those_of_the_bundle_for_cpus(
+    precision: str, in_fp32: tuple[Path, np.ndarray], tmp_path: Path
+) -> None:
+    """Bundles for CPUs round activations to INT8, and bundles for ``cuda`` do not.
+
+    So the two are not compared with each other. Each is compared with torch, which rounds the same
+    weights and activations, and with the logits in fp32.
+    """
+    checkpoint, exact = in_fp32
+    errors = {}
+    # Found: 9.8e-3 and 7e-4 at most. A different choice between two experts may exceed this, so
+    # three of the ten canvases may differ more.
+    for target, limit in (("cpu", 2e-2), ("cuda", 2e-3)):
+        report = built(checkpoint, tmp_path / target, target, precision)
+        assert report.parity is not None
+        assert sorted(row.relative for row in report.parity.graph)[6] < limit, target
+        errors[target] = np.abs(logits_of(report) - exact).mean()
+    assert errors["cuda"] < 1.1 * errors["cpu"]
+
+
+def test_verify_says_that_only_the_layers_hold(
+    in_fp32: tuple[Path, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOLERANCES, "fp16", Tolerance(1e-9, 1.0))
+    built(in_fp32[0], tmp_path / "bundle", "cuda", "fp16")
+    few = ("--count", "1", "--new-tokens", "4")
+    result = dlm_export("verify", tmp_path / "bundle", "--checkpoint", in_fp32[0], *few)
+    assert result.exit_code == 0, result.output
+    assert "Holds at fp16, layer by layer: 1 mixtures of experts" in result.stdout
+    assert "Whole passes missed their limits" in result.stdout
 
 
 def test_a_wrong_expert_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
