@@ -207,6 +207,9 @@ def test_the_estimate_counts_masks_and_the_features_of_all_experts() -> None:
     chosen = estimate.estimate(mixture, GIB, limits, all_experts=False).passes
     assert experts - chosen == 4096 * 3 * 2 * (128 - 8) * 768
     assert estimate.estimate(mixture, GIB, limits).workspace == experts > GIB
+    codes = estimate.estimate(mixture, GIB, limits, ["nvfp4"]).passes
+    assert codes - experts == 4096 * 128 * 768
+    assert estimate.estimate(mixture, GIB, limits, ["int4-g64"]).passes == experts
 
 
 def _with_memory(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
@@ -223,7 +226,8 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     needed = estimate.estimate(demo, demo.parameter_count(), Limits(300, 32)).device
     _with_memory(monkeypatch, "h100", needed)
     weights_bytes = (bundle / "denoiser.onnx.data").stat().st_size
-    needed = estimate.estimate(network, weights_bytes, Limits(100, 32)).device
+    formats = read_manifest(bundle)["precision"]["layers"].values()
+    needed = estimate.estimate(network, weights_bytes, Limits(100, 32), formats).device
     _with_memory(monkeypatch, "thor", needed)
     result = dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out)
     says = "a canvas of 512 tokens in blocks of 32 needs"

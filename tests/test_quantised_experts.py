@@ -16,6 +16,7 @@ from checkpoints import (
     sdar_config,
     write_checkpoint,
 )
+from engine_bundles import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import read_tensors, rewritten
@@ -439,8 +440,11 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
         assert layers["blocks.1.attention.q"] == attention
 
 
-def test_a_pass_of_many_experts_fits_into_the_builders_workspace(tmp_path: Path) -> None:
-    """With 1 GiB, TensorRT-RTX fails with "OutOfMemory"."""
+@pytest.mark.parametrize(("precision", "held"), [("fp16", "float16"), ("nvfp4", "nvfp4")])
+def test_a_pass_of_many_experts_fits_into_the_builders_workspace(
+    precision: str, held: str, tmp_path: Path
+) -> None:
+    """With 1 GiB, or without room for the codes of NVFP4, TensorRT-RTX fails with "OutOfMemory"."""
     pytest.importorskip("tensorrt_rtx_bindings")
     config = llada_moe_config(
         num_experts=128,
@@ -450,10 +454,12 @@ def test_a_pass_of_many_experts_fits_into_the_builders_workspace(tmp_path: Path)
         max_position_embeddings=4096,
     )
     path = write_checkpoint(tmp_path / "checkpoint", config)
-    without_checks = BuildOptions(("rtx5090",), "fp16", engine=EngineOptions(), check_parity=False)
+    without_checks = BuildOptions(
+        ("rtx5090",), precision, engine=EngineOptions(), check_parity=False, quantise=SMALL
+    )
     report = build(path, tmp_path / "bundle", without_checks)
     (engine,) = report.engines
-    assert engine.audit["layers"]["blocks.0.mlp.experts.down"] == "float16"
+    assert engine.audit["layers"]["blocks.0.mlp.experts.down"] == held
     assert engine.audit["layers"].keys() >= {"blocks.0.mlp.router", "blocks.0.mlp.experts.gate"}
 
 

@@ -214,7 +214,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     # The MoE layer of TensorRT needs less memory than this.
     form = "cuda" if manifest["targets"] == ["cuda"] else "tensorrt"
     is_joined = "device_file" in graph and network.joins_experts(form)
-    found = estimate(network, weights, limits, all_experts=is_joined)
+    formats = manifest["precision"].get("layers", {}).values()
+    found = estimate(network, weights, limits, formats, all_experts=is_joined)
     if "device_file" in graph:
         return found
     held = weights

@@ -143,7 +143,8 @@ def estimate(
     is counted twice, because a pass takes one copy as input and writes a second copy. A pass needs
     the activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP,
     and their product. A layer with experts has the features of all experts, or only those of a
-    token's experts if ``all_experts`` is false. For each scored row, a pass also needs fp32 logits,
+    token's experts if ``all_experts`` is false. If activations are quantised, a pass also needs up to
+    one byte for the codes of each feature of the MLP. For each scored row, a pass also needs fp32 logits,
     fp32 probabilities and a sorted copy. With self-conditioning, it needs the fp32 embeddings of all tokens, and for each
     scored row, an fp32 embedding and probabilities in fp32 and in 2 bytes. With visible blocks or
     windows, a pass also needs the attention masks, as booleans and in 2 bytes. ``formats`` contains
@@ -151,9 +152,12 @@ def estimate(
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
-    widths = [_inner_width(layer, all_experts=all_experts) for layer in network.layers]
-    width = 4 * network.hidden_size + max(widths)
-    passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
+    has_codes = any(FORMATS[name].activations is not None for name in formats)
+    inner = [
+        _inner_bytes(layer, all_experts=all_experts, has_codes=has_codes)
+        for layer in network.layers
+    ]
+    passes = canvas * (8 * network.hidden_size + max(inner)) + 4 * rows * network.vocab_size * 4
     passes += 3 * mask_bytes(network, canvas)
     if network.conditioning is not None:
         passes += (canvas + rows) * network.hidden_size * 4 + rows * network.vocab_size * 6
@@ -174,13 +178,13 @@ def mask_bytes(network: NetworkSpec, canvas: int) -> int:
     return len(rules) * canvas**2
 
 
-def _inner_width(layer: LayerSpec, *, all_experts: bool) -> int:
-    """Return the number of features per token inside a layer, without the residual and its norm."""
+def _inner_bytes(layer: LayerSpec, *, all_experts: bool, has_codes: bool) -> int:
+    """Return the bytes per token inside a layer, without the residual and its norm."""
     a, mlp = layer.attention, layer.mlp
     inside = mlp.size
     if isinstance(mlp, ExpertsSpec):
         inside = (mlp.count if all_experts else mlp.active) * mlp.size + mlp.shared_size
-    return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
+    return 4 * (a.heads + a.kv_heads) * a.head_size + (7 if has_codes else 6) * inside
 
 
 def check_memory(
@@ -204,7 +208,7 @@ def check_memory(
         raise EngineError(
             f"{target.name} has {_gb(target.memory_bytes)}, and a canvas of {limits.canvas} tokens in blocks of {limits.block} "
             f"needs {_gb(found.device)} (weights {_gb(found.weights)}, cache {_gb(found.cache)}, passes {_gb(found.passes)}). "
-            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits, all_experts)}"
+            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits, formats, all_experts)}"
         )
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
@@ -216,13 +220,19 @@ def check_memory(
 
 
 def _what_fits(
-    network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits, all_experts: bool
+    network: NetworkSpec,
+    memory: int,
+    weights_bytes: int,
+    limits: Limits,
+    formats: Collection[str],
+    all_experts: bool,
 ) -> str:
     low, high = 0, limits.canvas  # invariant: the longest canvas that fits is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
         shorter = Limits(middle, min(limits.block, middle))
-        if estimate(network, weights_bytes, shorter, all_experts=all_experts).device <= memory:
+        found = estimate(network, weights_bytes, shorter, formats, all_experts=all_experts)
+        if found.device <= memory:
             low = middle
         else:
             high = middle
