@@ -268,7 +268,7 @@ def test_verify_says_that_only_the_layers_hold(
     few = ("--count", "1", "--new-tokens", "4")
     result = dlm_export("verify", tmp_path / "bundle", "--checkpoint", in_fp32[0], *few)
     assert result.exit_code == 0, result.output
-    assert "Holds at fp16, layer by layer: 1 mixtures of experts" in result.stdout
+    assert "Holds at fp16, layer by layer: 1 mixture of experts" in result.stdout
     assert "Whole passes missed their limits" in result.stdout
 
 

@@ -343,7 +343,8 @@ def shown_parity(parity: Parity) -> str:
         count = sum(row.layer != LOGITS for row in rows)
         worst = max(row.worst for row in rows)
         is_quantised = "quantised" in parity.precision
-        kind = "quantised layers" if is_quantised else "mixtures of experts"
+        several = "s" * (count != 1)
+        kind = f"quantised layer{several}" if is_quantised else f"mixture{several} of experts"
         flips = (
             ", in which rounding differences add up,"
             if any(FORMATS[row.format].activations for row in rows)
