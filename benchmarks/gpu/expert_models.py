@@ -113,5 +113,5 @@ MODELS = {
 
 
 def checkpoint_of(model: str, layers: int) -> Path:
-    """Return the folder of a random checkpoint with the first layers of a model, made once."""
+    """Return the folder of a random checkpoint of a model, which is written once."""
     return random_checkpoint(f"{model}-{layers}", MODELS[model].config(layers), shards=layers)
