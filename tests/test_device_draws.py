@@ -212,13 +212,13 @@ def test_logits_that_do_not_fit_into_the_device_are_named(tmp_path: Path, drive:
 
 
 def test_nvrtc_compiles_the_kernel_for_all_gpus(sanitized: Path) -> None:
-    """From Turing (7.5) to Blackwell (12.1), the GPUs that CUDA 13 supports."""
+    """One GPU of each generation that CUDA 13 supports, from Turing to Blackwell."""
     try:
         files = metadata.files("nvidia-cuda-nvrtc") or []
     except metadata.PackageNotFoundError:
         pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
     (library,) = (str(file.locate()) for file in files if file.name.startswith("libnvrtc.so."))
-    capabilities = ["75", "80", "86", "87", "89", "90", "100", "103", "110", "120", "121"]
+    capabilities = ["75", "87", "90", "120"]
     # NVRTC leaks memory. Under AddressSanitizer, it does not find its second library by itself.
     said = succeed(
         sanitized / "native_tests",

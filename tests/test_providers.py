@@ -355,7 +355,7 @@ def test_what_a_provider_lacks_is_said_with_what_to_install(
             "INVALID_ARGUMENT",
             "device 1 is not one of the 1 that the CUDA driver finds (0..0)",
         ),
-        ({"engine": "auto"}, "UNSUPPORTED", 'with a provider such as "cuda"'),
+        ({"engine": "auto"}, "UNSUPPORTED", 'or run it on the CPU with engine "onnxruntime"'),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(

@@ -509,9 +509,9 @@ void test_causal_and_drafted_queries_see_a_window(Tally& tally, const dlm::Kerne
   InOrder in_order;
   constexpr int64_t kRows = 200, kSize = 20;
   for (const CacheType cache : kCaches)
-    for (const int64_t T : {1, 6, 40})
-      for (const int64_t S : {0, 5, 70})
-        for (const int64_t window : {1, 7, 64, 300})
+    for (const int64_t T : {1, 40})
+      for (const int64_t S : {0, 70})
+        for (const int64_t window : {7, 64})
           for (int64_t times = 0; times <= 2; ++times) {
             tally.about = std::string(kernels.name) + " window";
             for (const int64_t one : {T, S, window, times})
