@@ -257,5 +257,5 @@ def test_without_an_end_token_a_text_fills_all_masks(
         text = b"".join(WORDS.tokens[token] or b"?" for token in found)
         assert re.fullmatch(expression, text.decode())
         return
-    with pytest.raises(RequestError, match="has no end token, so the text must have exactly"):
+    with pytest.raises(RequestError, match="has no end token, so the text must fill all masks"):
         endless.generate(**request, **policy)

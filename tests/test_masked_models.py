@@ -235,8 +235,13 @@ def test_constraints_fill_masks_with_whole_words(bundles: dict[str, Path]) -> No
         for length in (1, 2):
             done = bundle.infill("[MASK] is", enum=words, lengths=length)
             assert done.holes[0] in words
-        with pytest.raises(RequestError, match="has no end token, so the text must have exactly"):
+        with pytest.raises(RequestError, match="has no end token, so the text must fill all masks"):
             bundle.infill("[MASK] is", enum=words, lengths=7)
+        # Lengths that no text has are left out.
+        done = bundle.infill("[MASK] is", enum=words, lengths=[[7, 1, 9]])
+        assert done.lengths == (1,)
+        with pytest.raises(RequestError, match="exactly 9 tokens"):
+            bundle.infill("[MASK] is", enum=words, lengths=[[7, 9]])
 
 
 def test_the_space_before_a_mask_belongs_to_it(bundles: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ There are two ways to choose this number:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ whole text.
 """
 MOST_TRIED = 64
 """The largest number of requests for all combinations of lengths."""
+_CONSTRAINED = {*KINDS, "constraint"}
 _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
 
 
@@ -119,9 +120,36 @@ def infill(
         request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [Canvas(parts, each) for each in tried]
     tokens = [canvas.tokens(bundle.mask_token_id, bundle.max_canvas_length) for canvas in canvases]
-    made = bundle.generate_batch(tokens=tokens, **(HOLE_OPTIONS | request))
+    options = HOLE_OPTIONS | request
+    if bundle.eos_token_ids or not _CONSTRAINED & options.keys():
+        made = bundle.generate_batch(tokens=tokens, **options)
+    else:
+        canvases, made = _fitting(bundle, canvases, tokens, options)
     found = [read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _fitting(
+    bundle: Bundle,
+    canvases: Sequence[Canvas],
+    tokens: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+) -> tuple[list[Canvas], list[Generation]]:
+    """Fill the canvases whose lengths suit the constraint.
+
+    Without an end token, a text must fill its hole exactly. Raises the last RequestError if the
+    constraint suits no length.
+    """
+    fitting, made = list[Canvas](), list[Generation]()
+    for canvas, each in zip(canvases, tokens, strict=True):
+        try:
+            made.append(bundle.generate(tokens=each, **options))
+        except RequestError:
+            if not made and canvas is canvases[-1]:
+                raise
+            continue
+        fitting.append(canvas)
+    return fitting, made
 
 
 def _split(bundle: Bundle, text: str) -> list[str]:

@@ -57,10 +57,12 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
   if (automaton_->is_padded) require_room();
   const bool has_text = ends_behind(range_.first, canvas, undecided).front() != 0;
   if (!has_text && !automaton_->is_padded)
-    fail(DLM_INVALID_ARGUMENT,
-         "no text of the constraint fills the positions %d..%d: this denoiser has no end token, so "
-         "the text must have exactly as many tokens as there are masks and given tokens",
-         range_.first, range_.last - 1);
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "no text of the constraint has exactly %d tokens and contains the given tokens of "
+        "positions %d..%d. This denoiser has no end token, so the text must fill all masks: change "
+        "the number of masks or the given tokens",
+        range_.tokens(), range_.first, range_.last - 1);
   if (!has_text)
     fail(DLM_INVALID_ARGUMENT,
          "no text of the constraint matches the given tokens in positions %d..%d: change them, or "
