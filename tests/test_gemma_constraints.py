@@ -45,16 +45,15 @@ TOOLS: Any = [
 ]
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}<|end|>"
+    "{% if tools %}{{ tools | tojson }}<|tool_call>{% endif %}<|end|>"
 )
 CANVAS = 32
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma")
+def gemma_bundle(folder: Path) -> Path:
+    """Build a small DiffusionGemma with random weights, which has a tokenizer and tokens for calls."""
     made = tokenizers.Tokenizer.from_str(tokenizer_files.made("Gemma"))
-    made.add_special_tokens(["<eos>"])
+    made.add_special_tokens(["<eos>", "<|tool_call>", "<tool_call|>", '<|"|>'])
     size, end = made.get_vocab_size(), made.token_to_id("<eos>")
     config = diffusion_gemma_config(
         vocab_size=size, eos_token_id=end, pad_token_id=end, canvas_length=CANVAS
@@ -64,6 +63,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     build(checkpoint, folder / "bundle", BuildOptions(check_parity=False))
     return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gemma_bundle(tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,11 @@ def test_forced_tools_are_called(bundle: Bundle) -> None:
     (call,) = out.tool_calls
     assert call.name == "weather"
     assert list(call.arguments) == ["place"]
+    place = call.arguments["place"]
+    assert bundle.tokenizer is not None
+    pieces = bundle.tokenizer.pieces(out.tokens[out.prompt_tokens :])
+    quoted = ["call:weather{place:", '<|"|>', place, '<|"|>', "}", "<tool_call|>"]
+    assert pieces[:7] == ["<|tool_call>", *quoted]
 
 
 def test_clients_get_structured_answers(path: Path) -> None:

@@ -38,8 +38,8 @@ class Letters:
     def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
-    def added_token(self, token: int) -> None:
-        return None
+    def added_tokens(self) -> dict[int, Any]:
+        return {}
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token > 1).decode()

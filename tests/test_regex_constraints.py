@@ -229,7 +229,7 @@ def test_control_characters_of_call_formats_stay_what_they_are() -> None:
         "type": "function",
         "function": {"name": "f\x01\x00g", "parameters": {"properties": {"x": {"type": "string"}}}},
     }
-    tree = json.dumps(Tools.checked([tool], "required", written, True).tree())
+    tree = json.dumps(Tools.checked([tool], "required", written, True).tree(lambda text: [text]))
     made = byte_automaton(Content("tree", tree))
     call = '\x01<{"name":"f\\u0001\\u0000g","arguments":{"x":"é"}}\x02>'
     assert made.matches(f"\x01\x01{call}\x01{call}\x03")

@@ -8,13 +8,15 @@ a call is required, a constraint allows only calls that are valid for the tools'
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dlm_runtime.constraints.layout import COMPACT, Layout
 from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.text.tokenizer import AddedToken
 
 CHOICES = ("auto", "required", "none")
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
@@ -41,13 +43,19 @@ class ToolCall:
 class CallFormat:
     """How calls are written as text.
 
-    Each call is a JSON object with the keys ``name`` and ``arguments``.
+    Each call is a JSON object with the keys ``name`` and ``arguments``, unless ``quote`` is given.
+    If one of the texts contains the name of an added token, such as ``<tool_call>``, this token is
+    written there.
 
     Args:
         before, after: Text before each call, and text after each call.
         between: Text between two calls.
         start, end: Text before the first call, and text after the last call.
         name, arguments: The keys of the object.
+        quote: Name of an added token. If it is given, each call is the name of the function and the
+            object of its arguments, as Gemma 4 and DiffusionGemma write them. Names of properties
+            are in alphabetical order and have no quotes. Strings stand between two ``quote``
+            tokens, and nothing in them is escaped.
 
     Raises RequestError if a field is not a string.
     """
@@ -59,6 +67,7 @@ class CallFormat:
     end: str = ""
     name: str = "name"
     arguments: str = "arguments"
+    quote: str = ""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -75,7 +84,12 @@ FORMATS = {
     "tool_call": CallFormat(
         before="<tool_call>\n", after="\n</tool_call>"
     ),  # Hermes, Qwen2.5, Qwen3
+    "gemma": CallFormat(
+        before="<|tool_call>call:", after="<tool_call|>", between="", quote='<|"|>'
+    ),  # Gemma 4, DiffusionGemma
 }
+_SHOWN = {"<|tool_call>": "gemma", "<tool_call>": "tool_call"}
+"""The formats that a chat template shows by the name of a token."""
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
@@ -88,7 +102,8 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
     if isinstance(chosen, CallFormat):
         return chosen
     if chosen is None:
-        chosen = "tool_call" if template is not None and "<tool_call>" in template else "object"
+        shown_by = (name for token, name in _SHOWN.items() if token in (template or ""))
+        chosen = next(shown_by, "object")
     if not isinstance(chosen, str) or chosen not in FORMATS:
         raise RequestError(f"call_format = {shown(chosen)} is not one of {', '.join(FORMATS)}")
     return FORMATS[chosen]
@@ -143,29 +158,45 @@ class Tools:
         """True if the constraint must force the text to be a call."""
         return self.choice not in ("auto", "none")
 
-    def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
+    def tree(
+        self, split: Callable[[str], Sequence[str]], layout: Layout = COMPACT
+    ) -> dict[str, Any]:
         """Return the source of a constraint that allows one call.
 
         If ``is_parallel`` is true, the constraint allows several calls. The kind of the constraint
-        is "tree".
+        is "tree". ``split`` is ``Tokenizer.split`` of the tokenizer that will write the text.
         """
         f = self.written
+        call = self._call_tree(split, layout)
+        parts = [_fixed(f.start, split), call]
+        if self.is_parallel:
+            parts.append({"repeat": {"sequence": [_fixed(f.between, split), call]}})
+        return {"sequence": [*parts, _fixed(f.end, split)]}
+
+    def _call_tree(self, split: Callable[[str], Sequence[str]], layout: Layout) -> dict[str, Any]:
+        """Return the part of the tree for one call."""
+        f = self.written
+        opening, closing = _fixed(f.before, split), _fixed(f.after, split)
+        functions = [tool["function"] for tool in self.listed]
+        chosen = [each for each in functions if self.choice in (*CHOICES, each["name"])]
+        if f.quote:
+            if all(not isinstance(part, AddedToken) for part in split(f.quote)):
+                raise RequestError(
+                    f"call_format: the tokenizer has no added token {f.quote!r}: choose another format"
+                )
+            calls = [
+                {"sequence": [{"text": each["name"]}, _arguments(each, f.quote)]} for each in chosen
+            ]
+            return {"sequence": [opening, {"either": calls}, closing]}
         start, between, end = layout.around(0, False)
         name, arguments = (
             layout.dumps(key) + layout.key_separator for key in (f.name, f.arguments)
         )
-        calls: list[dict[str, Any]] = []
-        for tool in self.listed:
-            function = tool["function"]
-            if self.choice in (*CHOICES, function["name"]):
-                head = f"{{{start}{name}{layout.dumps(function['name'])}{between}{arguments}"
-                calls.append({"sequence": [{"text": head}, _arguments(function)]})
-        opening, closing = {"text": f.before}, {"text": end + "}" + f.after}
-        call = {"sequence": [opening, {"either": calls}, closing]}
-        parts = [{"text": f.start}, call]
-        if self.is_parallel:
-            parts.append({"repeat": {"sequence": [{"text": f.between}, call]}})
-        return {"sequence": [*parts, {"text": f.end}]}
+        calls = []
+        for each in chosen:
+            head = f"{{{start}{name}{layout.dumps(each['name'])}{between}{arguments}"
+            calls.append({"sequence": [{"text": head}, _arguments(each)]})
+        return {"sequence": [opening, {"either": calls}, {"text": end + "}"}, closing]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
         """Return the calls in a text.
@@ -185,6 +216,30 @@ class Tools:
             return [call for piece in pieces for call in self._of(piece) or []]
         return self._of(text) or []
 
+    def calls_of(self, pieces: Sequence[str]) -> list[ToolCall]:
+        """Return the calls in a text in the format ``quote``.
+
+        ``pieces`` is the result of ``Tokenizer.pieces``. There may be other texts before and after
+        a call.
+        """
+        if self.choice == "none":
+            return []
+        before, after = self.written.before, self.written.after
+        text, found = _as_json(pieces, self.written.quote), list[ToolCall]()
+        at = text.find(before)
+        while at >= 0:
+            at += len(before)
+            name, brace, _ = text[at:].partition("{")
+            try:
+                arguments, end = _DECODER.raw_decode(text, at + len(name))
+            except (ValueError, RecursionError):
+                end = at
+            else:
+                if brace and text.startswith(after, end):
+                    found += self._named(name, arguments)
+            at = text.find(before, end)
+        return found
+
     def _of(self, text: str) -> list[ToolCall] | None:
         """Parse a sequence of JSON values.
 
@@ -199,22 +254,43 @@ class Tools:
             except (ValueError, RecursionError):
                 return None
             for each in value if isinstance(value, list) else [value]:
-                call = self._call(each)
-                if call is None:
+                keys = {self.written.name, self.written.arguments}
+                if not isinstance(each, dict) or each.keys() != keys:
                     return None
-                found.append(call)
+                calls = self._named(each[self.written.name], each[self.written.arguments])
+                if not calls:
+                    return None
+                found += calls
             rest = rest[end:].strip()
         return found
 
-    def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.keys() != {
-            self.written.name,
-            self.written.arguments,
-        }:
-            return None
-        name, arguments = value[self.written.name], value[self.written.arguments]
+    def _named(self, name: Any, arguments: Any) -> list[ToolCall]:
+        """Return a call, or nothing if there is no such function or no object of arguments."""
         is_known = any(tool["function"]["name"] == name for tool in self.listed)
-        return ToolCall(name, arguments) if is_known and isinstance(arguments, dict) else None
+        return [ToolCall(name, arguments)] if is_known and isinstance(arguments, dict) else []
+
+
+_NAME = re.compile(r'([{,] *)([^ ,:{}\[\]<"\\][^,:{}\[\]<"\\]*):')
+
+
+def _as_json(pieces: Sequence[str], quote: str) -> str:
+    """Write the strings and the names of properties between added tokens as in JSON."""
+    text: str = ""
+    string: str | None = None  # the string that has begun
+    for piece in pieces:
+        if isinstance(piece, AddedToken) and piece == quote:
+            text, string = (text, "") if string is None else (text + json.dumps(string), None)
+        elif string is not None:
+            string += piece
+        else:
+            text += _NAME.sub(lambda at: f"{at[1]}{json.dumps(at[2])}:", piece)
+    return text
+
+
+def _fixed(text: str, split: Callable[[str], Sequence[str]]) -> dict[str, Any]:
+    """Return the part of a "tree" for a text, in which added tokens are written as tokens."""
+    kinds = ("text", "token")
+    return {"sequence": [{kinds[isinstance(part, AddedToken)]: part} for part in split(text)]}
 
 
 def _no_constant(name: str) -> Any:
@@ -249,7 +325,7 @@ def _name_of(tool: Any, where: str) -> str:
     return name
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(function: Mapping[str, Any], quote: str = "") -> dict[str, Any]:
     """Return the "tree" constraint for a function's arguments.
 
     Properties that the function's schema does not list are allowed only if the schema allows them
@@ -259,4 +335,15 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema
     name = function["name"].replace("\0", "\\0")  # the library's JSON rejects NUL
-    return {"schema": schema, "level": 1, "name": f"tools: {name}"}
+    part: dict[str, Any] = {"schema": schema, "level": 1, "name": f"tools: {name}"}
+    return part | ({"schema": _in_order(schema), "quote": quote} if quote else {})
+
+
+def _in_order(value: Any) -> Any:
+    """Sort all properties and objects in a schema by name, as Gemma's chat template does."""
+    if isinstance(value, list):
+        return [_in_order(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    items = sorted(value.items(), key=lambda item: str(item[0]).lower())
+    return {name: _in_order(each) for name, each in items}

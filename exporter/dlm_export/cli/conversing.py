@@ -65,7 +65,7 @@ def tools_group(default: str) -> Any:
         choice(
             "--call-format",
             CALL_FORMATS,
-            "object, list, lines, tool_call.  [default: the bundle's]",
+            "object, list, lines, tool_call, gemma.  [default: the bundle's]",
         ),
     )
 

@@ -192,7 +192,9 @@ TEXT_OPTIONS = (
         "JSON layout in training: compact, spaced, indented, lines.",
     ),
     choice(
-        "--call-format", CALL_FORMATS, "Tool calls in training: object, list, lines, tool_call."
+        "--call-format",
+        CALL_FORMATS,
+        "Tool calls in training: object, list, lines, tool_call, gemma.",
     ),
 )
 source_group = group("Checkpoint", *SOURCE_OPTIONS)

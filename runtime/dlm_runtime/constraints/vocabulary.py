@@ -11,19 +11,24 @@ import ctypes as C
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
+NAMED = b"\xfe"
+"""The byte before the name of an added token. It occurs in no text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """For each token id, the bytes of the token. None for added tokens, which no text contains.
+    """For each token id, the bytes of the token. None for a token that no text contains.
+
+    An added token has the byte ``NAMED`` and its name. Only a constraint that names the token
+    allows it.
 
     ``starts`` contains the bytes of each token at the start of a text. It is None if they are the
     same.
@@ -72,6 +77,25 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
     Raises RequestError if the bytes of a token depend on more than whether the token is the first.
     """
+    found, added = _read(tokenizer), tokenizer.added_tokens()
+
+    def with_names(texts: tuple[bytes | None, ...]) -> tuple[bytes | None, ...]:
+        named = {
+            token: NAMED + each["content"].encode()
+            for token, each in added.items()
+            if each["special"] or each["content"].strip()
+        }
+        return tuple(
+            named.get(token) if text is None else None if text != NAMED and NAMED in text else text
+            for token, text in enumerate(texts)
+        )
+
+    starts = None if found.starts is None else with_names(found.starts)
+    return replace(found, tokens=with_names(found.tokens), starts=starts)
+
+
+def _read(tokenizer: Tokenizer) -> Vocabulary:
+    """Read a vocabulary without the added tokens."""
     decoder, names = tokenizer.vocabulary()
     kinds = [part["type"] for part in decoder]
     if kinds == ["ByteLevel"]:

@@ -194,7 +194,7 @@ class Constraints:
         def wanted() -> Content:
             return Content(
                 "tree" if kind in ("tools", *RECORD_KINDS) else kind,
-                _text(kind, content, layout, asked.get("tools")),
+                _text(kind, content, layout, asked.get("tools"), tokenizer),
                 layout if is_json else COMPACT,
                 depth,
                 *around,
@@ -384,11 +384,13 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
+def _text(
+    kind: str, content: str, layout: Layout, tools: Tools | None, tokenizer: Tokenizer
+) -> str:
     """Return the text of a ``Content``, computed from the result of ``_content``."""
     if kind == "tools":
         assert tools is not None
-        return json.dumps(tools.tree(layout))
+        return json.dumps(tools.tree(tokenizer.split, layout))
     return "" if kind == "json_object" else content
 
 

@@ -160,7 +160,7 @@ def _split(bundle: Bundle, text: str) -> list[str]:
     """
     between, added = text.split(HOLE), None
     if bundle.tokenizer is not None:
-        added = bundle.tokenizer.added_token(bundle.mask_token_id)
+        added = bundle.tokenizer.added_tokens().get(bundle.mask_token_id)
     if len(between) < 2 and added is not None:
         between = text.split(added["content"])
     if len(between) < 2:

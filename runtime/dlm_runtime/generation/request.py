@@ -15,7 +15,7 @@ from dlm_runtime.constraints.layout import LAYOUTS, Layout
 from dlm_runtime.errors import RequestError, shown
 from dlm_runtime.generation.results import Event, Generation
 from dlm_runtime.policy import TEXT_FIELDS, Policy
-from dlm_runtime.tools import CallFormat, Tools, format_of
+from dlm_runtime.tools import CallFormat, ToolCall, Tools, format_of
 
 if TYPE_CHECKING:
     from dlm_runtime.constraints.compiled import Constraint
@@ -432,13 +432,22 @@ class Request:
             option_probs=result.option_probs[: result.option_count]
             if result.option_count
             else None,
-            tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
+            tool_calls=self._calls(text or "", result) if is_call else [],
         )
         # A large loss usually means that the constraint demands an unusual JSON layout. A decision
         # commits all positions in one pass, so its loss says nothing about the layout.
         if self.is_constrained and made.option_probs is None:
             self._note(made)
         return made
+
+    def _calls(self, text: str, result: Any) -> list[ToolCall]:
+        assert self.tools is not None
+        assert self._tokenizer is not None
+        if not self.tools.written.quote:
+            return self.tools.calls(text)
+        first = result.prompt_tokens
+        tokens = result.tokens[first : first + result.completion_tokens]
+        return self.tools.calls_of(self._tokenizer.pieces(tokens))
 
     def event(self, step: Any, text: str | None) -> Event:
         """Convert a step that the native library reports to an ``Event`` without a result.

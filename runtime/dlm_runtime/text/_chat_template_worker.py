@@ -117,6 +117,13 @@ class Text:
             return found
         return None if name is None else self.tokenizer.token_to_id(name)
 
+    def added_tokens(self) -> list[dict[str, Any]]:
+        flags = ("content", "lstrip", "rstrip", "special")
+        return [
+            {"id": token} | {flag: getattr(added, flag) for flag in flags}
+            for token, added in self.tokenizer.get_added_tokens_decoder().items()
+        ]
+
     def vocabulary(self) -> tuple[list[dict[str, Any]], list[str | None]]:
         decoder = (
             {}

@@ -8,7 +8,9 @@ Jinja's immutable sandbox, and can access only messages and tools.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,12 @@ CHARACTERS_PER_TOKEN = 64
 before it is tokenised. Tokens of real texts have 3 to 5 characters on average.
 """
 _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
+
+
+class AddedToken(str):
+    """The name of an added token, such as ``<tool_call>``."""
+
+    __slots__ = ()
 
 
 class Tokenizer:
@@ -244,16 +252,43 @@ class Tokenizer:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]
 
-    def added_token(self, token: int) -> Mapping[str, Any] | None:
-        """Return the entry of an added token in tokenizer.json. Raises RequestError.
+    def added_tokens(self) -> Mapping[int, Mapping[str, Any]]:
+        """Return the added tokens by their ids. Raises RequestError.
 
-        Returns None if the token is not an added token.
+        Each token has ``content``, and the flags ``lstrip``, ``rstrip`` and ``special`` of
+        tokenizer.json.
         """
         if self._added is None:
-            self._added = {
-                entry["id"]: entry for entry in json.loads(self.as_json())["added_tokens"]
-            }
-        return self._added.get(token)
+            found = self._ask("added_tokens", "the tokenizer's vocabulary cannot be read")
+            self._added = {token["id"]: token for token in found}
+        return self._added
+
+    def split(self, text: str) -> list[str | AddedToken]:
+        """Split a text at the names of added tokens. Raises RequestError."""
+        names = sorted((each["content"] for each in self.added_tokens().values()), key=len)
+        if not any(name in text for name in names):
+            return [text]
+        pattern = "|".join(re.escape(name) for name in reversed(names) if name in text)
+        parts = re.split(f"({pattern})", text)
+        return [AddedToken(part) if at % 2 else part for at, part in enumerate(parts) if part]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str | AddedToken]:
+        """Decode token ids to text, in which added tokens are separate pieces. Raises RequestError.
+
+        Each text between two added tokens is decoded separately.
+        """
+        added, rows = self.added_tokens(), [list[int]()]
+        found: list[AddedToken] = []
+        for token in tokens:
+            if token in added and added[token]["content"].strip():
+                found.append(AddedToken(added[token]["content"]))
+                rows.append([])
+            else:
+                rows[-1].append(token)
+        made: list[str | AddedToken] = []
+        for text, name in itertools.zip_longest(self.decode_each(rows), found, fillvalue=""):
+            made += [each for each in (text, name) if each]
+        return made
 
     def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
         self._check_length("the text", len(text))

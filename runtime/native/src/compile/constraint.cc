@@ -66,6 +66,11 @@ bool is_space(std::string_view text) {
   return text.find_first_not_of(" \t\r\n") == std::string_view::npos;
 }
 
+// Turns the name of an added token into the bytes that stand for the token.
+void name(std::string& token) {
+  if (!token.empty() && token.front() != kNamed) token.insert(token.begin(), kNamed);
+}
+
 }  // namespace
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
@@ -105,11 +110,13 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
   const TextFile& file = text->file();
   std::vector<std::string> tokens(static_cast<size_t>(std::min(vocab_size, file.vocab_size)));
   for (size_t token = 0; token < tokens.size(); ++token)
-    if ((file.token_flags[token] & TextFile::special) == 0)
+    if (file.tokens[token].find(kNamed) == std::string_view::npos)
       tokens[token] = std::string(file.tokens[token]);
+  for (size_t token = 0; token < tokens.size(); ++token)
+    if ((file.token_flags[token] & TextFile::special) != 0) name(tokens[token]);
   for (const int32_t added : file.added_ids)
     if (added >= 0 && static_cast<size_t>(added) < tokens.size() && !is_space(file.tokens[added]))
-      tokens[static_cast<size_t>(added)].clear();
+      name(tokens[static_cast<size_t>(added)]);
   std::vector<std::string> starts;
   if (file.strips_space) {
     starts = tokens;

@@ -23,16 +23,16 @@ constexpr int32_t kMostSplits = 64;
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
 // The numbers in the header of the file, in order. Most of these numbers are the sizes of tables.
-struct Sizes {
+struct TextSizes {
   int32_t vocab, token_bytes, chars, merges, added, raw_added, added_bytes, classes, class_pages,
       splits, states, nfc_pages, decomposed, decomposition_points, compositions, prefix, suffix,
       flags, roles, literals, empties, strings, string_bytes;
 };
-constexpr size_t kSizes = sizeof(Sizes) / sizeof(int32_t);
-constexpr int32_t kSpaceLetter = 1, kStartsWithSpace = 2, kByteFallback = 4, kStripsSpace = 8;
+constexpr size_t kSizes = sizeof(TextSizes) / sizeof(int32_t);
+constexpr int32_t kHasSpaceLetter = 1, kStartsWithSpace = 2, kByteFallback = 4, kStripsSpace = 8;
 constexpr int32_t kWordPieces = 16, kDropsSpace = 32;
 constexpr int32_t kFlags =
-    kSpaceLetter | kStartsWithSpace | kByteFallback | kStripsSpace | kWordPieces | kDropsSpace;
+    kHasSpaceLetter | kStartsWithSpace | kByteFallback | kStripsSpace | kWordPieces | kDropsSpace;
 
 class Reader {
  public:
@@ -86,7 +86,7 @@ class Reader {
   const std::string where_;
 };
 
-void check_sizes(const Sizes& s, const Reader& reader) {
+void check_sizes(const TextSizes& s, const Reader& reader) {
   int32_t sizes[kSizes];
   std::memcpy(sizes, &s, sizeof s);
   if (*std::min_element(sizes, sizes + kSizes) < 0) reader.refuse("sizes", "are negative");
@@ -101,7 +101,7 @@ void check_sizes(const Sizes& s, const Reader& reader) {
 
 // Reads the tables of tokens, characters, merges and added texts. These are the first tables of the
 // file, so this function must be called first.
-void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
+void read_vocabulary(TextFile& file, const TextSizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;
   file.tokens.starts = reader.starts("token_starts", s.vocab, s.token_bytes);
@@ -117,7 +117,7 @@ void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   file.raw_added = static_cast<size_t>(s.raw_added);
 }
 
-void read_splits(TextFile& file, const Sizes& s, Reader& reader) {
+void read_splits(TextFile& file, const TextSizes& s, Reader& reader) {
   file.class_count = s.classes;
   if (s.splits > 0)
     file.classes.pages = reader.numbers("class_pages", kPages, 0, s.class_pages - 1);
@@ -134,7 +134,7 @@ void read_splits(TextFile& file, const Sizes& s, Reader& reader) {
   }
 }
 
-void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
+void read_composition(TextFile& file, const TextSizes& s, Reader& reader) {
   if (s.nfc_pages == 0) {
     if (s.decomposed > 0 || s.decomposition_points > 0 || s.compositions > 0)
       reader.refuse("compositions", "have no classes");
@@ -163,7 +163,7 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
   }
 }
 
-void read_chat(TextFile& file, const Sizes& s, Reader& reader) {
+void read_chat(TextFile& file, const TextSizes& s, Reader& reader) {
   const int64_t roles = s.roles;
   const int32_t last = s.strings - 1, context = 2 * s.roles - 1;
   file.roles = reader.numbers("roles", roles, 0, last);
@@ -217,7 +217,7 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   TextFile file;
   file.storage.resize((size + sizeof(int32_t) - 1) / sizeof(int32_t));
   std::memcpy(file.storage.data(), data, size);
-  Sizes s;
+  TextSizes s;
   std::memcpy(&s, bytes + kMagicBytes, sizeof s);
   Reader reader(file.storage.data(), size, where);
   reader.take<uint8_t>(header);
@@ -237,7 +237,7 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   file.added.bytes = bytes_of(reader, s.added_bytes);
   file.chat_strings.bytes = bytes_of(reader, s.string_bytes);
   if (!reader.is_at_end()) reader.refuse("sizes", "are fewer than its bytes");
-  file.has_space_letter = (s.flags & kSpaceLetter) != 0;
+  file.has_space_letter = (s.flags & kHasSpaceLetter) != 0;
   file.starts_with_space = (s.flags & kStartsWithSpace) != 0;
   file.is_byte_fallback = (s.flags & kByteFallback) != 0;
   file.strips_space = (s.flags & kStripsSpace) != 0;

@@ -12,6 +12,12 @@
 
 namespace dlm::compile {
 
+// Two bytes that occur in no UTF-8 text. kTextStart comes before the first token of a text. kNamed
+// and the name of an added token, such as <tool_call>, stand for this token. A constraint allows an
+// added token only if it contains these bytes, because other tokens may spell the same name.
+constexpr char kTextStart = '\xFF';
+constexpr char kNamed = '\xFE';
+
 struct ByteEdge {
   uint8_t low, high;  // first and last byte of the range that this edge accepts
   int32_t state;      // the next state

@@ -1,11 +1,11 @@
 #include "compile/schema/described.h"
 
 #include <algorithm>
-#include <array>
 
 #include "base/error.h"
 #include "compile/automata/depths.h"
 #include "compile/automata/numbers.h"
+#include "compile/schema/quotes.h"
 
 namespace dlm::compile::schema {
 namespace {
@@ -14,36 +14,6 @@ using json::Value;
 
 // The longest chain of references that the code follows.
 constexpr int kMostReferences = 100;
-
-// `strings` accepts JSON strings. Returns an automaton for the same strings without quotes, and
-// with decoded escapes.
-ByteAutomaton unquoted(const ByteAutomaton& strings, Budget& budget) {
-  constexpr std::pair<char, char> kEscapes[] = {{'b', '\b'}, {'f', '\f'}, {'n', '\n'}, {'r', '\r'},
-                                                {'t', '\t'}, {'"', '"'},  {'\\', '\\'}};
-  if (strings.is_empty()) return {};
-  ByteAutomaton made;
-  for (int32_t state = 0; state < static_cast<int32_t>(strings.states()); ++state) {
-    budget.check();
-    std::array<int32_t, 256> next;
-    next.fill(-1);
-    for (uint32_t e = strings.starts[index(state)]; e < strings.starts[index(state) + 1]; ++e)
-      for (int byte = strings.edges[e].low; byte <= strings.edges[e].high; ++byte)
-        next[index(byte)] = strings.edges[e].state;
-    const int32_t closed = std::exchange(next['"'], -1), escaped = std::exchange(next['\\'], -1);
-    if (escaped >= 0)
-      for (const auto& [letter, character] : kEscapes)
-        if (const int32_t to = strings.next(escaped, static_cast<uint8_t>(letter)); to >= 0)
-          next[static_cast<uint8_t>(character)] = to;
-    made.accepting.push_back(closed >= 0 ? strings.accepting[index(closed)] : 0);
-    made.starts.push_back(static_cast<uint32_t>(made.edges.size()));
-    for (int byte = 0; byte < 256; ++byte)
-      if (next[index(byte)] >= 0)
-        append_edge(made, static_cast<uint8_t>(byte), static_cast<uint8_t>(byte),
-                    next[index(byte)]);
-  }
-  made.starts.push_back(static_cast<uint32_t>(made.edges.size()));
-  return minimised(made, strings.next(0, '"'), budget);
-}
 
 Recursion counted(Document& document, Budget& budget, const Options& options) {
   Recursion made(document, budget);

@@ -7,6 +7,7 @@
 #include "compile/automata/depths.h"
 #include "compile/grammar/grammar.h"
 #include "compile/regex/regex.h"
+#include "compile/schema/quotes.h"
 #include "compile/schema/records.h"
 #include "compile/schema/writer.h"
 
@@ -123,11 +124,20 @@ class Tree {
       value.refuse_unknown({"text"});
       return expressions_.bytes(text->string());
     }
+    if (const Value* const name = value.find("token")) {
+      value.refuse_unknown({"token"});
+      return expressions_.bytes(kNamed + name->string());
+    }
     if (const Value* const schema = value.find("schema")) {
-      value.refuse_unknown({"schema", "level", "name"});
+      value.refuse_unknown({"schema", "level", "name", "quote"});
+      const Value* const quote = value.find("quote");
       return named(value, [&] {
         Document document(*schema, expressions_.budget());
-        return texts_of(expressions_, document, options_at(value));
+        Options options = options_at(value);
+        if (quote != nullptr) options.layout = {};
+        Texts made = texts_of(expressions_, document, options);
+        if (quote != nullptr) made.node = requoted(expressions_, made.node, quote->string());
+        return made;
       });
     }
     if (const Value* const object = value.find("json_object")) {
@@ -172,7 +182,8 @@ class Tree {
       return named(value, [&] { return xml_texts(expressions_, *schema, options_); }, "xml: ");
     }
     value.refuse(
-        "expected text, schema, json_object, regex, grammar, json_lines, csv, xml, sequence, "
+        "expected text, token, schema, json_object, regex, grammar, json_lines, csv, xml, "
+        "sequence, "
         "either "
         "or repeat");
   }

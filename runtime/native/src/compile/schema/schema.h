@@ -66,7 +66,11 @@ Texts listed_texts(Expressions& expressions, std::string_view list);
 // written as nested JSON objects. Each object contains one of these members:
 //
 //   {"text": "..."}                          this text
+//   {"token": "<tool_call>"}                 the tokenizer's added token with this name
 //   {"schema": S, "level": 1}                a value of schema S, inside `level` containers
+//   {"schema": S, "quote": "<|>"}            the same, without quotes around names, and with the
+//                                            added token <|> before and after strings, in which
+//                                            nothing is escaped
 //   {"json_object": true, "level": 0}        any JSON object, inside `level` containers
 //   {"regex": "..."}                         the texts that the expression matches as a whole
 //   {"grammar": "..."}                       the texts of a grammar in GBNF

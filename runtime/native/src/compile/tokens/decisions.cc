@@ -216,7 +216,8 @@ class Builder {
       budget_.check();
       int32_t to = node, completed = tags;
       if (bytes_.is_free(node)) {
-        if (tree_.bytes[index(child)] == static_cast<uint8_t>(kTextStart)) continue;
+        // kNamed and kTextStart are the two highest bytes.
+        if (tree_.bytes[index(child)] >= static_cast<uint8_t>(kNamed)) continue;
       } else {
         const Bytes::Step* const step = bytes_.find(node, tree_.bytes[index(child)]);
         if (step == nullptr) continue;

@@ -21,6 +21,12 @@ void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t no
   }
 }
 
+// Returns true for tokens with bytes that occur in no text, such as a token for a single byte.
+bool is_invalid(std::string_view text) {
+  return text.find(kTextStart) != std::string_view::npos ||
+         text.find(kNamed, text.size() > 1 ? 1 : 0) != std::string_view::npos;
+}
+
 }  // namespace
 
 Vocabulary::Vocabulary(std::vector<std::string> tokens, std::vector<std::string> starts,
@@ -37,8 +43,8 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, std::vector<std::string>
   for (std::string& start : starts_) start.insert(start.begin(), kTextStart);
   std::vector<Entry> entries;
   for (int32_t token = 0; token < vocab_size_ && index(token) < tokens_.size(); ++token) {
-    // A token that starts with kTextStart, such as a token for a single byte, is never in a text.
-    if (tokens_[index(token)].empty() || tokens_[index(token)].front() == kTextStart ||
+    const std::string& text = tokens_[index(token)];
+    if (text.empty() || is_invalid(text) ||
         std::find(ends_.begin(), ends_.end(), token) != ends_.end())
       continue;
     entries.push_back({tokens_[index(token)], token, false});
@@ -76,6 +82,8 @@ void Vocabulary::add(const std::vector<Entry>& entries) {
 
 int32_t Vocabulary::first_node(std::string_view text) const {
   if (!first_token_ || text.empty()) return -1;
+  text = text.substr(0, text.find(kNamed));
+  if (text.empty()) return -1;
   const bool is_start = text.front() == kTextStart;
   const int32_t token = first_token_(text.substr(is_start ? 1 : 0), is_start || !has_starts());
   if (token < 0 || token >= vocab_size_ || index(token) >= tokens_.size()) return -1;

@@ -15,12 +15,10 @@
 #include <string_view>
 #include <vector>
 
+#include "compile/automata/byte_automaton.h"
 #include "compile/tokens/token_sets.h"
 
 namespace dlm::compile {
-
-// A byte that occurs in no UTF-8 text. It comes before the first token of a text.
-constexpr char kTextStart = '\xFF';
 
 class Vocabulary {
  public:
@@ -29,10 +27,11 @@ class Vocabulary {
   using FirstToken = std::function<int32_t(std::string_view text, bool is_start)>;
 
   // `tokens` contains the text of each id. The text is empty for tokens that a constrained text
-  // must not contain. `starts` contains the text of each id at the start of a text. It is empty if
-  // these texts are the same. `ends` contains the end tokens, which may follow a text. If there are
-  // none, a text must fill all its positions. Throws an Error with status DLM_INVALID_ARGUMENT if
-  // an end token is outside the vocabulary.
+  // must not contain. The text of an added token is kNamed and the token's name. `starts` contains
+  // the text of each id at the start of a text. It is empty if these texts are the same. `ends`
+  // contains the end tokens, which may follow a text. If there are none, a text must fill all its
+  // positions. Throws an Error with status DLM_INVALID_ARGUMENT if an end token is outside the
+  // vocabulary.
   Vocabulary(std::vector<std::string> tokens, std::vector<std::string> starts, int32_t vocab_size,
              std::vector<int32_t> ends, FirstToken first_token);
   Vocabulary(const Vocabulary&) = delete;
