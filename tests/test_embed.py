@@ -28,6 +28,8 @@ from typing import Any
 import pytest
 import tokenizer_files
 from checkpoints import bert_config, write_checkpoint
+from jsonschema import Draft202012Validator
+from test_gemma_constraints import SCHEMA, gemma_bundle
 from test_native import (  # noqa: F401  (fixtures)
     BINDINGS,
     EXAMPLE,
@@ -149,6 +151,21 @@ def test_a_text_that_cannot_be_filled_says_why(
     done = run(fill, *given, **LEAKS)
     assert (done.returncode, done.stdout) == (code, "")
     assert sentence in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::dlm_runtime.ConstraintWarning")
+def test_a_c_program_gets_json_as_python_does(sanitized: Path, tmp_path: Path) -> None:  # noqa: F811
+    bundle = gemma_bundle(tmp_path)
+    program = compile_c(tmp_path / "generate", EXAMPLE / "generate.c", sanitized, *SANITIZE)
+    text = succeed(program, bundle, "64", "the fox", json.dumps(SCHEMA))
+    Draft202012Validator(SCHEMA).validate(json.loads(text))
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert (
+            text == f"{opened.generate(prompt='the fox', max_new_tokens=64, schema=SCHEMA).text}\n"
+        )
+    failed = run(program, bundle, "64", "the fox", '{"type": "word"}')
+    assert failed.returncode == 1
+    assert "INVALID_ARGUMENT: schema:" in failed.stderr
 
 
 @pytest.fixture(scope="session")

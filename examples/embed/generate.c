@@ -1,6 +1,7 @@
-/* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT
+/* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT [SCHEMA]
  * Prints the text after the prompt to stdout while it is generated. Then prints the number of
- * passes and the seconds to stderr. README.md explains how to build this program. */
+ * passes and the seconds to stderr. With a JSON Schema, the text is JSON that is valid against this
+ * schema. README.md explains how to build this program. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,8 +32,9 @@ static int32_t on_step(void* user, const dlm_step* step) {
 int main(int argc, char** argv) {
   dlm_request request; /* request.policy is NULL by default, which selects the default preset */
   dlm_request_init(&request, sizeof request);
-  if (argc != 4 || !read_int32(argv[2], &request.max_new_tokens) || request.max_new_tokens < 0) {
-    fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");
+  if (argc < 4 || argc > 5 || !read_int32(argv[2], &request.max_new_tokens) ||
+      request.max_new_tokens < 0) {
+    fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT [SCHEMA]\n");
     return 2;
   }
   request.prompt = argv[3];
@@ -43,8 +45,18 @@ int main(int argc, char** argv) {
   char message[1024];
   dlm_bundle* bundle = NULL;
   dlm_session* session = NULL;
+  dlm_automaton* automaton = NULL;
   const dlm_result* result = NULL;
   dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
+  if (status == DLM_OK && argc == 5) {
+    dlm_constraint constraint;
+    dlm_constraint_init(&constraint, sizeof constraint);
+    constraint.kind = DLM_CONSTRAINT_SCHEMA;
+    constraint.content = argv[4];
+    constraint.content_size = strlen(argv[4]);
+    status = dlm_automaton_compile(bundle, &constraint, message, sizeof message, &automaton);
+    request.constraint = automaton;
+  }
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status != DLM_OK) report(status, message);
   if (status == DLM_OK) {
@@ -55,6 +67,7 @@ int main(int argc, char** argv) {
     printf("\n");
     fprintf(stderr, "%d passes, %.3f s\n", (int)result->stats->nfe, result->stats->total_s);
   }
+  dlm_automaton_destroy(automaton);
   dlm_session_destroy(session); /* the session must be destroyed before its bundle */
   dlm_bundle_destroy(bundle);
   return status == DLM_OK ? 0 : 1;
