@@ -27,9 +27,15 @@ class TextSums<Weight>::Total {
   void add(const Weight& weight) { add_ratio(weight.ratio(largest_, slope_)); }
   // Adds the weight w for which `ratio` is log(w / largest weight).
   void add_ratio(double ratio) {
-    if (ratio > -kNothing) sum_ += std::exp(ratio);
+    if (!(ratio > -kNothing)) return;
+    const double share = std::exp(ratio);
+    sum_ += share;
+    product_ += share * ratio;
+    ones_ += share < 1 ? 0 : 1;
+    second_ = share < 1 && share > second_ ? share : second_;
   }
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
+  Sum sum() const { return {value(), 0, sum_, ones_ > 1 ? 1 : second_, product_}; }
 
  private:
   // The sum leaves out weights whose ratio is below -kNothing. Even 2^32 such weights together are
@@ -37,7 +43,8 @@ class TextSums<Weight>::Total {
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
-  double sum_ = 0;
+  double sum_ = 0, second_ = 0, product_ = 0;
+  int32_t ones_ = 0;  // the number of weights that equal the largest weight
 };
 
 // Returns the weight of a token at the current place.
@@ -49,50 +56,63 @@ Weight TextSums<Weight>::weigh(int32_t token) const {
 }
 
 template <class Weight>
-Weight TextSums<Weight>::weigh_class(int32_t number) {
+const typename TextSums<Weight>::Sum& TextSums<Weight>::weigh_class(int32_t number) {
   Sum& sum = classes_[number];
-  if (sum.number == weighing_) return sum.weight;
+  if (sum.number == weighing_) return sum;
+  sum = sum_of(automaton_.tokens_of(number));
   sum.number = weighing_;
-  const View<int32_t> tokens = automaton_.tokens_of(number);
-  if (place_->logits == nullptr)
-    return sum.weight = Weight::one().times(std::log(static_cast<double>(tokens.size)));
-  if (!layer_->cut.is_one()) return sum.weight = weigh_whole(tokens);
+  layer_->classes.push_back({number, sum});
+  return sum;
+}
+
+// Returns the sum of the weights of the tokens of a class.
+template <class Weight>
+typename TextSums<Weight>::Sum TextSums<Weight>::sum_of(const View<int32_t>& tokens) const {
+  if (place_->logits == nullptr) return sum_of_equal(Weight::one(), tokens.size);
+  if (!layer_->cut.is_one()) return sum_of_whole(tokens);
   Weight largest;
   for (const int32_t token : tokens) raise(largest, weigh(token), slope_);
   Total total(largest, slope_);
   for (const int32_t token : tokens) total.add(weigh(token));
-  return sum.weight = total.value();
+  return total.sum();
 }
 
-// Does the same as weigh_class(), but for a class without cut tokens. In such a class, the token
-// with the highest logit has the largest weight.
+// Does the same as sum_of(), but for a class without cut tokens. In such a class, the token with
+// the highest logit has the largest weight.
 template <class Weight>
-Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
+typename TextSums<Weight>::Sum TextSums<Weight>::sum_of_whole(const View<int32_t>& tokens) const {
   const float* const logits = place_->logits;
   float highest = -std::numeric_limits<float>::infinity();
   for (const int32_t token : tokens) highest = std::max(highest, logits[token]);
   const Weight largest = Weight::of(highest, base_, false, slope_);
-  if (is_ruled_out(highest))
-    return largest.times(std::log(static_cast<double>(tokens.size)));  // all tokens are ruled out
+  if (is_ruled_out(highest)) return sum_of_equal(largest, tokens.size);  // all are ruled out
   Total total(largest, slope_);
   for (const int32_t token : tokens)
     total.add_ratio((static_cast<double>(logits[token]) - static_cast<double>(highest)) * slope_);
-  return total.value();
+  return total.sum();
+}
+
+// Returns the sum of `count` equal weights.
+template <class Weight>
+typename TextSums<Weight>::Sum TextSums<Weight>::sum_of_equal(const Weight& weight, size_t count) {
+  const auto total = static_cast<double>(count);
+  return {weight.times(std::log(total)), 0, total, count > 1 ? 1.0 : 0.0, 0};
 }
 
 template <class Weight>
 Weight TextSums<Weight>::weigh_group(int32_t group) {
   Sum& sum = groups_[group];
   if (sum.number == weighing_) return sum.weight;
-  sum = {Weight(), weighing_};
+  sum = {};
+  sum.number = weighing_;
   if (place_->token >= 0) {
     if (automaton_.has_token(group, place_->token)) sum.weight = Weight::one();
   } else {
     const View<int32_t> classes = automaton_.classes_of(group);
     Weight largest;
-    for (const int32_t number : classes) raise(largest, weigh_class(number), slope_);
+    for (const int32_t number : classes) raise(largest, weigh_class(number).weight, slope_);
     Total total(largest, slope_);
-    for (const int32_t number : classes) total.add(weigh_class(number));
+    for (const int32_t number : classes) total.add(weigh_class(number).weight);
     sum.weight = total.value();
   }
   if (!sum.weight.is_never()) layer_->groups.push_back({group, sum.weight});
@@ -116,8 +136,8 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
                            Sampler& sampler) {
   state_ = state, places_ = places, sampling_ = sampling;
   weighing_ = 0;
-  classes_.assign(automaton_.classes, {Weight(), 0});
-  groups_.assign(automaton_.groups, {Weight(), 0});
+  classes_.assign(automaton_.classes, {});
+  groups_.assign(automaton_.groups, {});
   ahead_.assign(automaton_.states, Weight());
   layers_.resize(places.size() + 1);
   Layer& last = layers_.back();
@@ -130,7 +150,7 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   for (size_t i = places.size(); i-- > 0;) {
     weigh_place(i);
     Layer& layer = *layer_;
-    layer.ahead.clear(), layer.groups.clear();
+    layer.ahead.clear(), layer.groups.clear(), layer.classes.clear();
     layer.cut = {};
     if (is_cut && place_->token < 0 && place_->logits != nullptr)
       layer.cut = sampler.find_cut(place_->logits, automaton_.vocab_size, left_out_, sampling);
@@ -263,7 +283,12 @@ void TextSums<Weight>::each_place(const Ways& ways, See see) {
   mass_[state_] = 1;
   for (size_t i = 0; i < places_.size(); ++i) {
     weigh_place(i);
-    for (const Weighed& group : layer_->groups) groups_[group.group] = {group.weight, weighing_};
+    for (const Weighed& group : layer_->groups)
+      groups_[group.group].weight = group.weight, groups_[group.group].number = weighing_;
+    for (const WeighedClass& each : layer_->classes) {
+      classes_[each.number] = each.sum;
+      classes_[each.number].number = weighing_;
+    }
     restore_ahead(ways, i + 1);
     const std::vector<int32_t>& met = ways.before(i);
     for (size_t from = 0; from < met.size(); ++from)
@@ -306,21 +331,21 @@ Marginal TextSums<Weight>::marginal(int32_t token, bool with_all) {
   if (!with_all) return found;
   for (const Weighed& group : layer_->groups)
     for (const int32_t number : automaton_.classes_of(group.group))
-      class_mass_[number] +=
-          group_mass_[group.group] * std::exp(weigh_class(number).ratio(group.weight, slope_));
+      class_mass_[number] += group_mass_[group.group] *
+                             std::exp(weigh_class(number).weight.ratio(group.weight, slope_));
   double best = 0, second = 0;
-  for (int32_t number = 0; number < automaton_.classes; ++number) {
-    const double mass = std::exchange(class_mass_[number], 0);
+  const auto see = [&](double prob) {
+    if (prob > best)
+      second = std::exchange(best, prob);
+    else
+      second = std::max(second, prob);
+  };
+  for (const WeighedClass& each : layer_->classes) {
+    const double mass = std::exchange(class_mass_[each.number], 0);
     if (mass == 0) continue;
-    const Weight sum = weigh_class(number);
-    for (const int32_t each : automaton_.tokens_of(number)) {
-      const double prob = mass * std::exp(weigh(each).ratio(sum, slope_));
-      if (prob > 0) found.entropy += prob * std::log(prob);
-      if (prob > best)
-        second = std::exchange(best, prob);
-      else
-        second = std::max(second, prob);
-    }
+    const double largest = mass / each.sum.total;  // the probability of the class's best token
+    see(largest), see(largest * each.sum.second);
+    if (largest > 0) found.entropy += mass * std::log(largest) + largest * each.sum.product;
   }
   found.margin = best - second;
   return found;

@@ -107,7 +107,15 @@ class TextSums {
   // text).
   struct Sum {
     Weight weight;
-    int32_t number;  // the value of weighing_ when this sum was computed
+    int32_t number = 0;  // the value of weighing_ when this sum was computed
+    // The weights of the tokens of a class divided by the largest of them are shares. `total` is
+    // the sum of the shares, `second` is the second largest share, and `product` is the sum of
+    // s ln s over all shares s.
+    double total = 0, second = 0, product = 0;
+  };
+  struct WeighedClass {
+    int32_t number;
+    Sum sum;
   };
   struct Weighed {
     int32_t group;
@@ -117,15 +125,19 @@ class TextSums {
   struct Layer {
     // For each visited state: the total weight of all paths from the state to the end.
     std::vector<Weight> ahead;
-    std::vector<Weighed> groups;  // the groups that occur on the paths of `ahead`
+    // The groups and classes that occur on the paths of `ahead`.
+    std::vector<Weighed> groups;
+    std::vector<WeighedClass> classes;
     Cut cut;
   };
   class Total;
 
   void weigh_place(size_t place);
   Weight weigh(int32_t token) const;
-  Weight weigh_class(int32_t number);
-  Weight weigh_whole(const View<int32_t>& tokens) const;
+  const Sum& weigh_class(int32_t number);
+  Sum sum_of(const View<int32_t>& tokens) const;
+  Sum sum_of_whole(const View<int32_t>& tokens) const;
+  static Sum sum_of_equal(const Weight& weight, size_t count);
   Weight weigh_group(int32_t group);
   void restore_ahead(const Ways& ways, size_t place);
   void clear_ahead(const Ways& ways, size_t place);
