@@ -38,12 +38,12 @@ class Model:
     """A released model.
 
     ``few`` is the number of layers to compare with torch. ``config`` returns the configuration for
-    a number of layers.
+    a number of layers, with the keys of ``changes``.
     """
 
     layers: int
     vocab_size: int
-    config: Callable[[int], dict[str, Any]]
+    config: Callable[..., dict[str, Any]]
     few: int = 2
 
 
@@ -59,9 +59,9 @@ def _llada_moe(layers: int) -> dict[str, Any]:
     )
 
 
-def _llada2(layers: int) -> dict[str, Any]:
+def _llada2(layers: int, **changes: Any) -> dict[str, Any]:
     return llada2_config(
-        **WIDE,
+        **{**WIDE, "first_k_dense_replace": 0} | changes,
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=128,
@@ -69,7 +69,6 @@ def _llada2(layers: int) -> dict[str, Any]:
         moe_intermediate_size=512,
         n_group=8,
         topk_group=4,
-        first_k_dense_replace=0,
         num_hidden_layers=layers,
     )
 
@@ -78,12 +77,12 @@ def _qwen3_moe(architecture: str, layers: int, **changes: Any) -> dict[str, Any]
     return qwen3_moe_config(architecture, **QWEN3_30B, num_hidden_layers=layers, **changes)
 
 
-def _gemma(layers: int) -> dict[str, Any]:
+def _gemma(layers: int, *, vocab_size: int = 1024) -> dict[str, Any]:
     """The last layer and every sixth layer before it attend to all tokens."""
     full = range(layers - 1, -1, -6)
     kinds = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     return diffusion_gemma_config(
-        vocab_size=1024,
+        vocab_size=vocab_size,
         hidden_size=2816,
         intermediate_size=2112,
         moe_intermediate_size=704,

@@ -1,48 +1,54 @@
-"""Measure the time and memory of each step from an 8 B checkpoint to generated tokens.
+"""Measure the time and memory of each step from a checkpoint of real size to generated tokens.
 
-The script also runs ``inspect`` and ``plan`` for a checkpoint of 100 B parameters.
-
-    python -m benchmarks.speed.real_size [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json
-        FILE] [-- BUILD OPTIONS]
+    python -m benchmarks.speed.real_size [--model llada-8b] [--layers 32] [--precisions int8,int4]
+        [--tokenizer FOLDER] [--keep] [--json FILE] [-- BUILD OPTIONS]
     python -m benchmarks.speed.real_size --layers 4 --precisions int8 -- --no-verify
 
-The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; hidden size 4096, 32 heads, MLP
-size 12288, vocabulary 126464, bf16, shards with an index) and random weights. Arguments after
-``--``, such as ``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every
-``dlm-export build``.
+The checkpoint has the tensors, the widths, the type (bf16) and the shards of a released model, and
+random weights. Arguments after ``--``, such as ``--judged``, ``--calib-samples`` and
+``--no-verify``, are passed to every ``dlm-export build``.
 
 Each step runs in a new process. For each step, the script reports the seconds in total and of each
 stage, the highest anonymous memory, and the highest mapped memory. It also reports how many bytes
 the step read from the disk and wrote to the disk, and the bytes of its read and write calls. Before
 each step, the script drops the files from the system's cache. The script also measures how fast
-this machine reads, writes and computes. The checkpoint of 100 B parameters contains only headers
-and no weights. At the end, the script removes all files. With --keep, it does not remove them, and
-the next run uses them.
+this machine reads, writes and computes.
+
+With ``--tokenizer``, the folder's tokenizer.json and tokenizer_config.json become part of the
+checkpoint. The script then starts ``dlm-export serve`` for each bundle, and asks for an answer that
+follows a JSON schema.
+
+With the model llada-8b, the script also runs ``inspect`` and ``plan`` for a checkpoint of 100 B
+parameters, which contains only headers and no weights. At the end, the script removes all files.
+With --keep, it does not remove them, and the next run uses them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.expert_models import MODELS as MIXTURES
 from benchmarks.shapes import DLM_EXPORT, ROOT, machine
-from benchmarks.speed.watching import watched
+from benchmarks.speed.watching import Watched, watched
 
 # The import of shapes adds the tests' folder to the path.
-from checkpoints import llada_config, llada_shapes  # isort: skip
+from checkpoints import SHAPES, llada_config  # isort: skip
 
 IDS = {
     "vocab_size": 126_464,
@@ -50,13 +56,6 @@ IDS = {
     "mask_token_id": 126_336,
     "eos_token_id": 126_081,
     "pad_token_id": 126_081,
-}
-REAL = {
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "mlp_hidden_size": 12_288,
-    "max_sequence_length": 4096,
 }
 LARGE = {
     "d_model": 10_240,
@@ -66,8 +65,72 @@ LARGE = {
     "max_sequence_length": 4096,
 }
 LARGE_LAYERS = 76  # 100 B parameters
+
+
+def _llada(layers: int) -> dict[str, Any]:
+    """LLaDA-8B (arXiv:2502.09992)."""
+    return llada_config(
+        **IDS,
+        d_model=4096,
+        n_layers=layers,
+        n_heads=32,
+        n_kv_heads=32,
+        mlp_hidden_size=12_288,
+        max_sequence_length=4096,
+    )
+
+
+@dataclass(frozen=True)
+class Real:
+    """A released model.
+
+    ``passes`` are the passes to measure, in the form of ``bench --passes``. ``loop`` has the
+    options of ``run`` and ``bench`` for the loop.
+    """
+
+    layers: int
+    config: Callable[[int], dict[str, Any]]
+    passes: str
+    new_tokens: int = 32
+    loop: tuple[str, ...] = ()
+
+
+MODELS = {
+    "llada-8b": Real(32, _llada, "32,224,32", loop=("--set", "steps_per_block=8")),
+    "llada2-mini": Real(
+        20,
+        functools.partial(
+            MIXTURES["LLaDA2-mini"].config,
+            vocab_size=157_184,
+            mask_token_id=156_895,
+            eos_token_id=151_645,
+            pad_token_id=151_643,
+            first_k_dense_replace=1,
+            intermediate_size=5120,
+            max_position_embeddings=32_768,
+        ),
+        "32,224,32;256,256,1",
+    ),
+    "diffusion-gemma": Real(
+        30,
+        functools.partial(MIXTURES["DiffusionGemma"].config, vocab_size=262_144),
+        "256,256,256;256,256,1;32,224,32",
+        new_tokens=256,
+    ),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 24},
+        "temperature": {"type": "integer", "minimum": -90, "maximum": 60},
+        "sky": {"enum": ["clear", "cloudy", "rain", "snow"]},
+    },
+    "required": ["city", "temperature", "sky"],
+    "additionalProperties": False,
+}
 SHARD_BYTES = 4 << 30
 POOL = 1 << 24  # all tensors are slices of this many random values
+PORT = 8643
 PROBE_BYTES = 2 << 30  # size of the file for measuring the disk's speed
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -99,24 +162,48 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, offset
 
 
-def values(
-    name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
-) -> Iterator[np.ndarray]:
-    """Yield bf16 weights in pieces, as their bits.
+class Values:
+    """Random weights in bf16, for which activations keep a magnitude of about 1.
 
-    The weights are normally distributed, with a variance for which activations keep a magnitude of
-    about 1. The weights of norms are near one.
+    The scales are those of the random checkpoints of the tests.
     """
-    is_norm = len(shape) == 1
-    scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
-    scaled = (1 + 0.1 * pool if is_norm else pool * np.float32(scale)).view(np.uint32) >> 16
-    bits, left = scaled.astype(np.uint16), math.prod(shape)
-    while left:
-        # Each piece starts at a new random place, so no two pieces are equal.
-        start = int(rng.integers(POOL // 2))
-        piece = bits[start : start + min(left, POOL // 2)]
-        left -= piece.size
-        yield piece
+
+    def __init__(self, is_gemma: bool) -> None:
+        self.is_gemma = is_gemma
+        self.rng = np.random.default_rng(0)
+        self.pool = self.rng.standard_normal(POOL, np.float32)
+        self.scaled: dict[tuple[float, float], np.ndarray] = {}
+
+    def moments(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+        """Return the mean and the deviation of the values of a tensor."""
+        if len(shape) == 1:
+            if self.is_gemma and name.endswith("k_norm.weight"):
+                return 2 / math.sqrt(shape[0]), 0.2 / math.sqrt(shape[0])
+            return (0.0 if name.endswith("bias") else 1.0), 0.1
+        if self.is_gemma and name.endswith("embed_tokens.weight"):
+            return 0.0, 3 / math.sqrt(shape[-1])
+        is_table = name.endswith(("wte.weight", "word_embeddings.weight"))
+        return 0.0, 1.0 if is_table else 1 / math.sqrt(shape[-1])
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """Yield the values of a tensor in pieces, as the bits of bf16."""
+        moments = self.moments(name, shape)
+        if moments not in self.scaled:
+            mean, deviation = np.float32(moments)
+            drawn = (mean + deviation * self.pool).view(np.uint32) >> 16
+            self.scaled[moments] = drawn.astype(np.uint16)
+        bits, left = self.scaled[moments], math.prod(shape)
+        while left:
+            # Each piece starts at a new random place, so no two pieces are equal.
+            start = int(self.rng.integers(POOL // 2))
+            piece = bits[start : start + min(left, POOL // 2)]
+            left -= piece.size
+            yield piece
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a checkpoint."""
+    return SHAPES[config["architectures"][0]](config)
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
@@ -125,10 +212,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
     Returns the bytes of the weights. If ``has_data`` is false, the function writes only the
     headers. The files then have the right sizes, but are sparse files without weights.
     """
-    shapes = llada_shapes(config)
+    shapes = shapes_of(config)
     files = shards(shapes)
-    rng = np.random.default_rng(0)
-    pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
+    values = Values("text_config" in config) if has_data else None
     shutil.rmtree(folder, ignore_errors=True)  # a run that ended early may have left files
     folder.mkdir(parents=True)
     weight_map, total = {}, 0
@@ -137,8 +223,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         text, size = header({name: shapes[name] for name in names})
         with (folder / file).open("wb") as out:
             out.write(text)
-            for name in names if has_data else ():
-                for piece in values(name, shapes[name], pool, rng):
+            for name in names if values else ():
+                for piece in values.pieces(name, shapes[name]):
                     out.write(piece.data)
             out.truncate(len(text) + size)
         weight_map |= dict.fromkeys(names, file)
@@ -256,59 +342,105 @@ def require_room(folder: Path, needed: float) -> None:
         )
 
 
-def carry(
-    folder: Path, layers: int, precisions: list[str], build_options: list[str], keep: bool
-) -> list[dict[str, Any]]:
-    """Run inspect and plan, and then build, run and bench for each precision."""
-    checkpoint = folder / "checkpoint"
-    config = llada_config(n_layers=layers, **REAL, **IDS)
-    parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
+def serve(bundle: Path) -> dict[str, Any]:
+    """Ask a server of the bundle for an answer that follows ``SCHEMA``, twice, and print a row."""
+    import jsonschema
+    import openai
+
+    forget(bundle)
+    began = time.perf_counter()
+    command = [*DLM_EXPORT, "serve", str(bundle), "--port", str(PORT), "--no-log"]
+    with subprocess.Popen(command) as process:
+        watching = Watched(process)
+        try:
+            client = openai.OpenAI(
+                base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=3600
+            )
+            while True:
+                try:
+                    client.models.list()
+                    break
+                except openai.APIConnectionError:
+                    if process.poll() is not None:
+                        raise SystemExit(f"serve ended with {process.returncode}") from None
+                    time.sleep(0.2)
+            ready, answers = time.perf_counter() - began, []
+            for _ in range(2):
+                began = time.perf_counter()
+                answer = client.chat.completions.create(
+                    model=bundle.name,
+                    messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+                    max_tokens=64,
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+                    },
+                )
+                told = answer.choices[0].message.content
+                jsonschema.validate(json.loads(told), SCHEMA)
+                answers.append((time.perf_counter() - began, answer.usage.completion_tokens, told))
+        finally:
+            process.terminate()
+    row = {"step": f"serve {bundle.name}", "ready_s": ready, "answers": answers, **watching.row()}
+    for seconds, tokens, told in answers:
+        print(f"    valid: {tokens} tokens in {seconds:.1f} s: {told!r}", flush=True)
+    print(
+        f"    ready in {ready:.1f} s, {row['peak_rss_bytes'] / 2**30:.2f} GiB resident", flush=True
+    )
+    return row | {"exit": 0}
+
+
+def carry(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run inspect and plan, and then build, run, bench and serve for each precision."""
+    checkpoint, real, keep = folder / "checkpoint", MODELS[arguments.model], arguments.keep
+    layers, precisions = arguments.layers or real.layers, arguments.precisions.split(",")
+    config = real.config(layers)
+    parameters = sum(math.prod(shape) for shape in shapes_of(config).values())
     # The size of an int8 bundle, which is the largest of the usual bundles. It has one byte per
-    # weight (including padding) and four bytes per value of the embedding table.
-    bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
+    # weight (including padding) and two more per value of the embedding table.
+    text = config.get("text_config", config)
+    hidden = text.get("hidden_size") or text["d_model"]
+    bundle_bytes = 1.05 * parameters + 3 * text["vocab_size"] * hidden
+    if all(precision.startswith(("int4", "nvfp4")) for precision in precisions):
+        bundle_bytes = 0.62 * parameters + 3 * text["vocab_size"] * hidden
     kept = (checkpoint / "config.json").exists()
     if kept and json.loads((checkpoint / "config.json").read_text()) != config:
-        raise SystemExit(f"{checkpoint} is not of {layers} layers: remove {folder} first")
+        raise SystemExit(
+            f"{checkpoint} is not {arguments.model} with {layers} layers: remove {folder} first"
+        )
     require_room(
         folder, 2 * parameters * (not kept) + bundle_bytes * (len(precisions) if keep else 1)
     )
-    told = f"{layers} layers, {parameters / 1e9:.2f} B parameters"
+    told = f"{arguments.model}, {layers} layers, {parameters / 1e9:.2f} B parameters"
     if kept:
         print(f"{told}, of a run before", flush=True)
     else:
         began = time.perf_counter()
         size = write_checkpoint(checkpoint, config, has_data=True)
         print(f"{told}, {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s", flush=True)
+    if arguments.tokenizer:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(arguments.tokenizer / name, checkpoint)
     rows = [
         step("inspect", ["inspect", str(checkpoint)], checkpoint),
         step("plan", ["plan", str(checkpoint), "--targets", "cpu,rtx5090,h100"], checkpoint),
     ]
     for precision in precisions:
         bundle = folder / f"bundle-{precision}"
-        built = step(
-            f"build {precision}",
-            ["build", str(checkpoint), "-o", str(bundle), "--precision", precision, *build_options],
-            checkpoint,
-        )
+        options = ["-o", str(bundle), "--precision", precision, *arguments.build_options]
+        built = step(f"build {precision}", ["build", str(checkpoint), *options], checkpoint)
         rows.append(built)
         if built["exit"]:
             continue
         tokens = ",".join(str(token) for token in range(100, 132))
-        run = ["run", str(bundle), "--tokens", tokens, "--max-new-tokens", "32", "--steps", "8"]
+        length = ["--max-new-tokens", str(real.new_tokens)]
+        run = ["run", str(bundle), "--tokens", tokens, *length, *real.loop]
         rows.append(step(f"run {precision}", run, bundle))
-        bench = [
-            "bench",
-            str(bundle),
-            "--rounds",
-            "3",
-            "--prompt-tokens",
-            "32",
-            "--new-tokens",
-            "32",
-            "--set",
-            "steps_per_block=8",
-        ]
-        rows.append(step(f"bench {precision}", bench, bundle))
+        length = ["--prompt-tokens", "32", "--new-tokens", str(real.new_tokens)]
+        bench = ["bench", str(bundle), "--rounds", "3", "--passes", real.passes, *length]
+        rows.append(step(f"bench {precision}", [*bench, *real.loop], bundle))
+        if arguments.tokenizer:
+            rows.append(serve(bundle))
         if not keep:
             shutil.rmtree(bundle)
     return rows
@@ -331,10 +463,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--layers", type=int, default=32, help="layers of LLaDA-8B's width; the release has 32"
-    )
+    parser.add_argument("--model", choices=MODELS, default="llada-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the release has")
     parser.add_argument("--precisions", default="int8,int4,nvfp4")
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json, to serve text")
     parser.add_argument(
         "--keep",
         action="store_true",
@@ -349,19 +481,14 @@ def main() -> None:
     try:
         require_room(folder, PROBE_BYTES)
         measured = measure_machine(folder)
-        rows = carry_headers(folder)
-        rows += carry(
-            folder,
-            arguments.layers,
-            arguments.precisions.split(","),
-            arguments.build_options,
-            arguments.keep,
-        )
+        rows = carry_headers(folder) if arguments.model == "llada-8b" else []
+        rows += carry(folder, arguments)
         if arguments.json:
             found = {
                 "machine": machine(),
                 "measured": measured,
-                "layers": arguments.layers,
+                "model": arguments.model,
+                "layers": arguments.layers or MODELS[arguments.model].layers,
                 "rows": rows,
             }
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
