@@ -364,11 +364,25 @@ class Constrained(Proposer):
     def _propose_causally(
         self, turn: Turn, wide: np.ndarray, state: int, ahead: dict[int, np.ndarray]
     ) -> Proposals:
-        """Propose the most likely legal token of each position, from left to right."""
-        found = list[int]()
-        for position, row in zip(turn.positions.tolist(), wide, strict=True):
-            legal = np.flatnonzero(ahead[position + 1][self.tokens.following[state]])
-            found.append(int(legal[row[legal].argmax()]))
+        """Choose or draw a legal token for each position, from left to right."""
+        found, is_drawn = list[int](), self.policy.select == "sample"
+        temperature = self._temperature(turn)
+        is_cut = self._is_cut(wide, wide.argmax(-1), temperature) if is_drawn else None
+        for at, (position, row) in enumerate(zip(turn.positions.tolist(), wide, strict=True)):
+            following, ends = self.tokens.following, ahead[position + 1]
+            if is_cut is None:
+                legal = np.flatnonzero(ends[following[state]])
+                found.append(int(legal[row[legal].argmax()]))
+            else:
+
+                def weigh(
+                    token: int, row: np.ndarray = row, cut: np.ndarray = is_cut[at]
+                ) -> Weight:
+                    return weight_of(row[token], row.max(), cut[token])
+
+                place: Position = (np.arange(len(row)), weigh)
+                one = Texts(following, state, [place], ends, temperature)
+                found.append(int(one.draw(self.policy.seed, turn.passes, position)[0]))
             state = int(self.tokens.following[state, found[-1]])
         tokens = np.array(found, np.int64)
         return Proposals(tokens, score_of_log_odds(log_odds(wide, tokens)))

@@ -180,6 +180,15 @@ def greedy(denoiser: Denoiser, automaton: Automaton, room: int) -> list[int]:
     name=st.sampled_from(sorted(EXPRESSIONS)),
     block_length=st.integers(1, 9),
     room=st.integers(0, 14),
+    drawn=st.none()
+    | st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.3, 1.0, 4.0]),
+            "top_k": st.sampled_from([0, 5]),
+            "top_p": st.sampled_from([1.0, 0.7]),
+            "seed": st.integers(0, 2**64 - 1),
+        }
+    ),
 )
 def test_verified_texts_are_those_of_one_legal_token_at_a_time(
     denoisers: dict[str, Denoiser],
@@ -188,12 +197,18 @@ def test_verified_texts_are_those_of_one_legal_token_at_a_time(
     name: str,
     block_length: int,
     room: int,
+    drawn: dict[str, Any] | None,
 ) -> None:
-    policy = PRESETS["self-speculation"].with_fields({"block_length": block_length})
-    found = check(
-        denoisers["draft"], bundles["draft"], automata[name], EXPRESSIONS[name], policy, room=room
+    given = (denoisers["draft"], bundles["draft"], automata[name], EXPRESSIONS[name])
+    policy = PRESETS["self-speculation"].with_fields(
+        {"block_length": block_length, **(drawn or {})}
     )
-    assert found == greedy(denoisers["draft"], automata[name], room)
+    found = check(*given, policy, room=room)
+    if drawn is None:
+        assert found == greedy(denoisers["draft"], automata[name], room)
+    else:
+        policy = policy.with_fields({"block_length": 1})
+        assert found == check(*given, policy, room=room)
 
 
 @settings(max_examples=60)

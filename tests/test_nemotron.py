@@ -176,7 +176,16 @@ def test_self_speculation_equals_greedy_decoding(
 
 
 @pytest.mark.parametrize("preset", ["self-speculation", "autoregressive", "nemotron-diffusion"])
-@pytest.mark.parametrize("changes", [{"stop": "none"}, {"block_length": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop": "none"},
+        {"block_length": 5},
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 2.0, "top_k": 9},
+    ],
+    ids=str,
+)
 def test_the_native_loop_equals_the_reference(
     bundle: Bundle, denoiser: Denoiser, preset: str, changes: dict[str, Any]
 ) -> None:
@@ -192,6 +201,25 @@ def test_the_native_loop_equals_the_reference(
                 canvas.tokens.tolist(),
                 canvas.undecided.tolist(),
             )
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.5}, {"temperature": 1.5, "top_p": 0.8}], ids=str
+)
+def test_drawn_texts_do_not_depend_on_the_drafts(
+    bundle: Bundle, sampling: dict[str, float]
+) -> None:
+    verified = 0
+    for seed, tokens in enumerate(random_prompts(8)):
+        asked: dict[str, Any] = {"tokens": tokens, "max_new_tokens": 24, "seed": seed, **sampling}
+        wanted = bundle.generate(**asked, preset="autoregressive")
+        assert wanted.tokens != bundle.generate(**asked | {"seed": 99}).tokens
+        for block_length in (2, 5, 0):
+            out = bundle.generate(**asked, block_length=block_length)
+            assert out.tokens == wanted.tokens
+            assert out.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+            verified += out.passes["verify"] < wanted.passes["verify"]
+    assert verified
 
 
 def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
@@ -255,8 +283,7 @@ def test_nothing_is_decided_behind_an_end_token_of_a_right_draft() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sampling": ({"temperature": 0.5}, 'cannot be combined with sampling: use select = "argmax"'),
-    "edits": ({"remask": "edit"}, 'edits: use remask = "none"'),
+    "edits": ({"remask": "edit"}, 'cannot be combined with edits: use remask = "none"'),
     "an open store": ({"store": "open"}, 'this store: use store = "pass"'),
     "planned passes": ({"steps_per_block": 2}, "a number of steps: use steps_per_block = 0"),
     "steps": ({"steps": 4}, "steps = 4, but with commit"),

@@ -61,8 +61,9 @@ class Turn:
     """The next turn of the loop: a pass over ``span``, and a commit in the block ``[start, end)``.
 
     - ``passes``: the number of earlier passes of the request. With ``remask`` "noise", the number of
-      earlier passes for the same positions. Random numbers depend on ``passes``.
-    - ``step``: the number of earlier passes for the same positions.
+      earlier passes for the same positions. With ``commit`` "verify", 0. Random numbers depend on
+      ``passes``.
+    - ``step``: the number of earlier passes for the same positions. With ``commit`` "verify", 0.
     - ``positions``: the scored positions, int64 ``[M]``, in ascending order. The array is empty if
       the pass only fills the cache.
     - ``planned``: the number of positions that the schedule commits in this step.
@@ -279,7 +280,7 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
     assert start > 0
     assert undecided[start:].all()
-    end, passes, step = start + 1, 0, 0
+    end = start + 1
     stored = Span(0, start, "append")
     yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))
     while not _end(canvas, wanted, start, end, policy, looped):
@@ -288,15 +289,13 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
         start = int(undecided.argmax())
         end = min(start + block_length, length)
         rows = Span(start - 1, end - 1, "append")
-        passes, step = passes + 1, step + 1
         if end - start > 1:
             drafts = np.arange(start, end - 1)
             drafting = replace(rows, kept="drop", is_draft=True, is_updated=True)
-            yield Turn(start, end, step, passes, drafting, drafts, len(drafts))
-            passes += 1
+            yield Turn(start, end, 0, 0, drafting, drafts, len(drafts))
         drafted = np.append(tokens[start : end - 1], -1)
         positions = np.arange(start, end)
-        yield Turn(start, end, step, passes, rows, positions, len(positions), drafted=drafted)
+        yield Turn(start, end, 0, 0, rows, positions, len(positions), drafted=drafted)
 
 
 def _scored(

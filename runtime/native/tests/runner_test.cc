@@ -261,7 +261,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   if (is_noised || (!is_verified && may_start_from_noise && random() % 3 == 0)) {
     choose_noise(random, policy);
   } else {
-    if (!is_verified && random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
+    if (random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
     if (!is_verified && random() % 4 == 0) policy.cfg_scale = 0.7;
   }
   const int32_t mask = is_noised ? kVocabulary : kMask;

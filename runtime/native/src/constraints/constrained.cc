@@ -147,7 +147,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
 // true, also fills marginals_. The most likely text decides which tokens are replaced. All of these
 // edits commit, so random draws and marginals treat their tokens as decided.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
-  const Sampling drawn{turn.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
+  const Sampling predicted{1, 1, 0};
   const bool is_drawn = policy_.select == Select::sample;
   const bool has_edits = std::any_of(places_.begin(), places_.end(),
                                      [](const Place& place) { return place.other >= 0; });
@@ -157,7 +157,7 @@ void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<u
     for (Place& place : places_)
       if (place.other >= 0) place.token = path_[&place - places_.data()], place.other = -1;
   if (is_found && is_drawn) {
-    is_found = texts_.sum(state, places_, ends, drawn);
+    is_found = texts_.sum(state, places_, ends, drawn_at(turn));
     const int32_t first = turn.positions.back() + 1 - static_cast<int32_t>(places_.size());
     if (is_found)
       texts_.draw({policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(first)},
@@ -169,7 +169,7 @@ void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<u
   texts_.find_marginals(path_, policy_.score != Score::confidence, marginals_);
 }
 
-// Chooses the most likely legal token of each position from left to right, like a denoiser that
+// Chooses or draws a legal token for each position from left to right, like a denoiser that
 // predicts one token at a time. A token is legal if the rest of the canvas has room for the rest of
 // the text.
 void Constrained::find_causal_text(const Turn& turn, int32_t first) {
@@ -180,7 +180,14 @@ void Constrained::find_causal_text(const Turn& turn, int32_t first) {
   for (const Place& place : all) {
     const auto position = first + static_cast<int32_t>(path_.size());
     const std::vector<uint8_t> ends = ends_behind(position + 1, turn.canvas, turn.undecided);
-    if (!viterbi_.solve(state, {place}, ends, token)) refuse_without_text(position);
+    const bool is_drawn = policy_.select == Select::sample;
+    if (!(is_drawn ? texts_.sum(state, {place}, ends, drawn_at(turn))
+                   : viterbi_.solve(state, {place}, ends, token)))
+      refuse_without_text(position);
+    if (is_drawn)
+      texts_.draw(
+          {policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(position)},
+          token);
     state = automaton_->next(state, token.front());
     path_.push_back(token.front());
   }

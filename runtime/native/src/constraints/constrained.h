@@ -51,6 +51,9 @@ class Constrained final : public Proposer {
   int32_t look_at(const Turn& turn, const Predictions& predictions);
   void find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends);
   void find_causal_text(const Turn& turn, int32_t first);
+  Sampling drawn_at(const Turn& turn) const {
+    return {turn.temperature, policy_.top_p, policy_.top_k};
+  }
   // Returns true if the score of a token is computed from the probabilities of whole texts. Returns
   // false if it is computed only from the prediction for the token's position.
   bool scores_texts() const;

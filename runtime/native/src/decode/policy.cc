@@ -44,16 +44,15 @@ void check(const char* name, Number given, Number& value, double lowest, double 
 }
 
 // Checks the fields of a policy that verifies drafts. The result must contain the same tokens as if
-// the denoiser predicted one token at a time. So no other field may change the tokens.
+// the denoiser predicted or drew one token at a time. So no other field may change the tokens.
 void check_verify(const Policy& policy) {
   const auto refuse = [](const char* field, const char* use) {
     fail(DLM_INVALID_ARGUMENT,
-         "policy: commit = \"verify\" generates the most likely tokens from left to right, and "
-         "cannot be combined with %s: use %s",
+         "policy: commit = \"verify\" generates tokens from left to right, and cannot be combined "
+         "with %s: use %s",
          field, use);
   };
   if (policy.cache != Cache::block) refuse("this cache", "cache = \"block\"");
-  if (policy.select != Select::argmax) refuse("sampling", "select = \"argmax\"");
   if (policy.score != Score::confidence) refuse("this score", "score = \"confidence\"");
   if (policy.remask != Remask::none) refuse("edits", "remask = \"none\"");
   if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");

@@ -174,13 +174,17 @@ class Request {
   void close();
   // Turn::passes is planned_nfe(), so that random numbers do not depend on which rows were already
   // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
-  // numbers also do not depend on how the prompt was split into passes.
+  // numbers also do not depend on how the prompt was split into passes. With commit "verify",
+  // Turn::passes is 0, so that random numbers depend only on the position. Then a token is the same
+  // for every draft, and a draft uses the same random numbers as the pass that verifies it.
   Turn turn() const {
     return {canvas_,
             undecided_,
             positions_,
             stage().block,
-            renoises() ? step_ : planned_nfe(),
+            verifies()   ? 0
+            : renoises() ? step_
+                         : planned_nfe(),
             temperature(),
             verifies() && !stage().is_draft};
   }
