@@ -326,8 +326,12 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
     result = CliRunner().invoke(main, ["inspect", str(checkpoint)])
     assert result.exit_code == 0
     assert all(line.isprintable() for line in result.output.splitlines())
-    assert "dlm-export ignores these keys of config.json" in result.stderr
+    assert "config.json has keys that dlm-export does not know" in result.stderr
     assert len(result.stderr) < 6000
+    refused = CliRunner().invoke(main, ["build", str(checkpoint), "-o", str(checkpoint / "out")])
+    assert refused.exit_code == 2
+    assert all(line.isprintable() for line in refused.output.splitlines())
+    assert len(refused.output) < 3000
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_family_is_added_as_its_page_says(tour: list[Followed]) -> None:
     output = {each.command: each.output for each in tour if each.page == NEW_FAMILY}
     inspected = output["dlm-export inspect tiny-example"]
     assert "tiny-example: example (" in inspected
-    assert "ignores these keys" not in inspected
+    assert "does not know" not in inspected
     built = output["dlm-export build tiny-example -o tiny-bundle"]
     assert re.search(r"^Parity with .+ holds: ", built, re.MULTILINE)
     verified = output["dlm-export verify tiny-bundle --checkpoint tiny-example"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from dlm_export.bundle.default_loop import published_of, published_presets
 from dlm_export.bundle.folder import sha256
 from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints import tokenizer
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.checkpoints.hub import Hub
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
@@ -88,6 +89,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     weights = families.open_weights(checkpoint, network)
     text = tokenizer.read(checkpoint, network)
     network = replace(network, unused_tokens=text.unused_tokens)
+    refuse_unknown(checkpoint, overrides.accept_unknown)
     family = families.FAMILIES[network.family]
     return Source(
         path,
@@ -103,6 +105,39 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         overrides.json_layout or text_option(checkpoint, "json_layout", LAYOUTS),
         overrides.call_format or text_option(checkpoint, "call_format", FORMATS),
     )
+
+
+MOST_KEYS = 8  # largest number of keys in a message
+
+
+def refuse_unknown(checkpoint: Checkpoint, accepted: Collection[str] | None) -> None:
+    """Raise CheckpointError if config.json has keys that no reader knows, unless they are accepted.
+
+    Such a key may describe a different network. Call this function after the checkpoint was read.
+    Accepted keys become notes of the checkpoint. ``None`` accepts all keys.
+    """
+    config = checkpoint.config
+    found = config.unread()
+    refused = [key for key in found if accepted is not None and key not in accepted]
+    if refused:
+        options = " ".join(f"--accept-unknown {key[:64]}" for key in refused[:MOST_KEYS])
+        raise CheckpointError(
+            f"{config.path}: unknown keys {_with_values(config, refused)}, which may describe a different network. "
+            f"Check in the model's code that it does not. Then pass {options}"
+        )
+    if unused := sorted({*(accepted or ())} - {*found}):
+        raise CheckpointError(
+            f"--accept-unknown {unused[0]}: dlm-export knows this key, or {config.path} does not have it"
+        )
+    if found:
+        checkpoint.note(
+            f"not used, although it may describe a different network: {_with_values(config, found)}"
+        )
+
+
+def _with_values(config: Config, keys: Collection[str]) -> str:
+    told = [f"{key[:64]} = {reprlib.repr(config.at(key))}" for key in [*keys][:MOST_KEYS]]
+    return ", ".join(told) + (f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else "")
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
@@ -122,6 +157,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
             built.layers[0].attention.block_length,
             no_adapter=not built.has_draft_updates,
             adapter=built.adapter,
+            accept_unknown=None,
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
@@ -260,7 +296,8 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
             f"{path}: is already quantised ({precision}). Start from the checkpoint, or from a bundle in "
             f"{' or '.join(graph.PRECISIONS)}."
         )
-    if replace(overrides, max_new_tokens=None, json_layout=None, call_format=None) != Overrides():
+    changed = replace(overrides, max_new_tokens=None, json_layout=None, call_format=None)
+    if replace(changed, accept_unknown=()) != Overrides():
         raise CheckpointError(
             f"{path}: a bundle's mask token, canvas, blocks and adapter cannot be changed; start from the checkpoint"
         )

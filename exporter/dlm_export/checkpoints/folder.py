@@ -62,7 +62,6 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
 
 HARMLESS_KEYS = (
     "architectures",
-    "auto_map",
     "model_type",
     "name_or_path",
     "_name_or_path",
@@ -123,10 +122,16 @@ class Config:
         self._read.add(key)
         return self._values.get(key)
 
+    def at(self, path: str) -> Any:
+        """Return the value of a name that ``unread`` returns."""
+        name, _, rest = path.partition(".")
+        return self._sections[name].at(rest) if rest else self._values.get(name)
+
     def unread(self) -> list[str]:
         """Return the unread keys whose values might change the network's results.
 
-        Keys whose value is null or false are left out.
+        Keys whose value is null or false are left out. ``auto_map`` counts as unread if none of its
+        models has the class ``architectures[0]``.
         """
         found = [
             key
@@ -135,10 +140,20 @@ class Config:
             and key not in HARMLESS_KEYS
             and value is not None
             and value is not False
+            and not (key == "auto_map" and self._maps_own_class(value))
         ]
         return found + [
             f"{name}.{key}" for name, section in self._sections.items() for key in section.unread()
         ]
+
+    def _maps_own_class(self, auto_map: object) -> bool:
+        architectures = self._values.get("architectures")
+        models = [
+            str(value).rpartition(".")[2]
+            for key, value in (auto_map.items() if isinstance(auto_map, dict) else ())
+            if str(key).startswith("AutoModel")
+        ]
+        return not models or not isinstance(architectures, list) or architectures[0] in models
 
     def section(self, key: str) -> Config:
         """Return the object under ``key`` as a ``Config``. Raises CheckpointError."""
@@ -152,9 +167,21 @@ class Config:
         return self._sections[key]
 
     def integer(
-        self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 24
+        self,
+        key: str,
+        default: int | None = None,
+        low: int = 1,
+        high: int = 1 << 24,
+        instead: int | None = None,
     ) -> int:
+        """Return the integer that config.json stores under ``key``.
+
+        If the key is missing, the result is ``default``. If ``instead`` is a number, the user
+        replaced the value by this number.
+        """
         value = self.get(key)
+        if instead is not None:
+            return instead
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

@@ -120,7 +120,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
     for note in opened.notes:
         click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
-        told = f"dlm-export ignores these keys of config.json; check that they do not change the network: {', '.join(unread)}"
+        told = f"config.json has keys that dlm-export does not know. `build` stops unless you accept them: {', '.join(unread)}"
         click.echo(f"Note: {one_line(told)}", err=True)
     click.echo(
         ", ".join(

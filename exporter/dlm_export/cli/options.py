@@ -179,6 +179,12 @@ SOURCE_OPTIONS = (
         "--adapter", metavar="NAME", help="LoRA adapter to merge: a folder of CHECKPOINT, or `.`."
     ),
     flag("--no-adapter", help="Leave out the adapters beside the weights.", default=None),
+    option(
+        "--accept-unknown",
+        multiple=True,
+        metavar="KEY",
+        help="Build although config.json has this unknown key; repeatable.",
+    ),
 )
 TEXT_OPTIONS = (
     number(

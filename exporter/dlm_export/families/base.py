@@ -128,6 +128,11 @@ class Overrides:
     """True to leave out all adapters beside the checkpoint's weights."""
     adapter: str | None = None
     """The name of an adapter to merge into the weights: a folder, or "." for files beside them."""
+    accept_unknown: tuple[str, ...] | None = ()
+    """Keys of config.json that dlm-export does not know, and that the user accepts.
+
+    ``None`` accepts all keys.
+    """
 
 
 @dataclass(frozen=True)

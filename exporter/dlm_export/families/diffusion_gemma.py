@@ -68,7 +68,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")
     norm_eps = config.number("rms_norm_eps", 1e-6)
-    block = overrides.attention_block or outer.integer("canvas_length", _CANVAS)
+    block = outer.integer("canvas_length", _CANVAS, instead=overrides.attention_block)
     size = config.integer("intermediate_size")
     count = config.integer("num_experts", low=2, high=1 << 16)
     experts = ExpertsSpec(
@@ -100,7 +100,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         layers=layers,
         norm_eps=norm_eps,
         tied_head=True,
-        max_canvas_length=overrides.max_canvas_length or config.integer("max_position_embeddings"),
+        max_canvas_length=config.integer(
+            "max_position_embeddings", instead=overrides.max_canvas_length
+        ),
         shift=0,
         mask_token_id=vocab_size,
         eos_token_ids=eos,

@@ -54,7 +54,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         * config.integer("n_layers", high=1024),
         norm_eps=norm_eps,
         tied_head=config.flag("weight_tying"),
-        max_canvas_length=overrides.max_canvas_length or config.integer("max_sequence_length"),
+        max_canvas_length=config.integer(
+            "max_sequence_length", instead=overrides.max_canvas_length
+        ),
         shift=0,
         mask_token_id=tokens.mask,
         eos_token_ids=tokens.eos,

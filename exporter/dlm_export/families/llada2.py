@@ -53,8 +53,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         read_rope(config),
         qk_norm=_has(checkpoint, "attention.query_layernorm.weight"),
         visibility="block",
-        block_length=overrides.attention_block
-        or config.integer("block_length", default=BLOCK_LENGTH),
+        block_length=config.integer(
+            "block_length", default=BLOCK_LENGTH, instead=overrides.attention_block
+        ),
     )
     norm_eps = config.number("rms_norm_eps")
     count = config.integer("num_hidden_layers", high=1024)

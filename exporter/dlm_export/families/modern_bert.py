@@ -78,8 +78,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         layers=layers,
         norm_eps=norm_eps,
         tied_head=config.flag("tie_word_embeddings", True),
-        max_canvas_length=overrides.max_canvas_length
-        or config.integer("max_position_embeddings", 8192),
+        max_canvas_length=config.integer(
+            "max_position_embeddings", 8192, instead=overrides.max_canvas_length
+        ),
         shift=0,
         mask_token_id=tokens.mask,
         # Masked language models have no end tokens. In training, the token after a text does not

@@ -153,9 +153,7 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
             f"{config.path}: {key} is missing, and a guess would change what the network computes. Pass --attention-block with "
             "the block length used in training."
         )
-    return (
-        overrides.attention_block if overrides.attention_block is not None else config.integer(key)
-    )
+    return config.integer(key, instead=overrides.attention_block)
 
 
 def read_heads(
