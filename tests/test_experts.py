@@ -61,14 +61,15 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
         return given, {}
     if name in SIMULATED:
         return simulated(given, name)
-    attributes = {"columns": [given["gate"].shape[2]] * 2, "out_columns": [given["down"].shape[2]]}
-    if name == "Fp32Experts":
+    columns = [given["gate"].shape[2]] * (1 if name.startswith("Gelu") else 2)
+    attributes = {"columns": columns, "out_columns": [given["down"].shape[2]]}
+    if name.endswith("Fp32Experts"):
         return found | {
             stack: np.stack([experts.fp32_panels(each) for each in given[stack]])
             for stack in STACKS
         }, attributes
     for stack in STACKS:
-        if name == "Int8Experts":
+        if name.endswith("Int8Experts"):
             weights: list[QuantisedWeight] = [
                 quantise_weight(each, "int8") for each in given[stack]
             ]
@@ -86,7 +87,7 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
             found[f"{stack}_scales"] = np.stack(
                 [operators.panel_scales(weight.scales.T).astype(FP16) for weight in weights]
             )
-    return found, attributes | ({"group_size": 32} if name == "Int4Experts" else {})
+    return found, attributes | ({"group_size": 32} if name.endswith("Int4Experts") else {})
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
@@ -172,13 +173,15 @@ def test_the_definition_is_the_weighted_sum_of_the_chosen_experts() -> None:
 
 
 @pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("activation", ["", "Gelu"])
 @pytest.mark.parametrize("name", ["Fp32Experts", "Int8Experts", "Int4Experts"])
 def test_kernels_compute_the_definition(
-    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    name: str, activation: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLM_KERNELS", kernels)
+    name = activation + name
     # The kernels for INT4 multiply eight inputs at once. The last shape is no multiple of a vector.
-    for shape in SHAPES if name == "Int4Experts" else [*SHAPES, (5, 3, 20, 12, 2)]:
+    for shape in SHAPES if name.endswith("Int4Experts") else [*SHAPES, (5, 3, 20, 12, 2)]:
         inputs, attributes = laid_out(mixture(shape), name)
         wanted = run(name, inputs, attributes, has_kernels=False)
         try:

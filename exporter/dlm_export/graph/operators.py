@@ -132,7 +132,7 @@ KERNELS = (
     "AddNorm",
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
-    *("Fp32Experts", "Int8Experts", "Int4Experts"),
+    *(f"{gelu}{kind}Experts" for gelu in ("", "Gelu") for kind in ("Fp32", "Int8", "Int4")),
     *("Int8Embedding", "Int4Embedding"),
     *TIED_HEADS.values(),
     FP8_TIED_HEAD,

@@ -75,22 +75,22 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 
   return weight;
 }
 
-// Computes a layer with `kernels`. Returns one result per weight matrix, or a single result if
-// `is_gated` is true.
+// Computes a layer with `kernels`. Returns one result per weight matrix, or a single result if the
+// layer is gated.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
                                const Floats& x, int64_t rows, const std::vector<Weight>& weights,
-                               bool is_gated) {
+                               dlm::Activation activation) {
   std::vector<dlm::LinearWeight> given;
   std::vector<Floats> results;
   std::vector<float*> outputs;
   for (const Weight& weight : weights) {
     given.push_back({weight.panels.data(), weight.stored_scales(), weight.columns});
-    if (results.empty() || !is_gated)
+    if (results.empty() || activation == dlm::Activation::none)
       results.emplace_back(static_cast<size_t>(rows * weight.columns), 12345.0f);
   }
   for (Floats& result : results) outputs.push_back(result.data());
   const dlm::Linear layer{x.data(),       rows,         weights[0].inputs, given.data(),
-                          outputs.data(), given.size(), is_gated,          weights[0].group_size};
+                          outputs.data(), given.size(), activation,        weights[0].group_size};
   void* scratch = nullptr;
   if (posix_memalign(&scratch, 64, layer.scratch_bytes()) != 0) std::abort();
   kernels.linear(layer, scratch, parallel);
@@ -141,7 +141,8 @@ bool same_numbers(const Floats& got, const Floats& expected) {
 void check_linear(Tally& tally, const dlm::Kernels& kernels, const Floats& x, int64_t rows,
                   const std::vector<Weight>& weights) {
   InOrder in_order;
-  const std::vector<Floats> y = run_linear(kernels, in_order, x, rows, weights, false);
+  const std::vector<Floats> y =
+      run_linear(kernels, in_order, x, rows, weights, dlm::Activation::none);
   for (size_t i = 0; i < weights.size(); ++i)
     CHECK(same_numbers(y[i], multiply(x, rows, weights[i])));
 }
@@ -271,7 +272,8 @@ void test_what_is_not_finite_stays_in_its_row(Tally& tally, const dlm::Kernels& 
                                              make_weight(numbers, K, 40, size)};
         check_linear(tally, kernels, x, rows, weights);
         InOrder in_order;
-        const Floats gated = run_linear(kernels, in_order, x, rows, weights, true)[0];
+        const Floats gated =
+            run_linear(kernels, in_order, x, rows, weights, dlm::Activation::silu)[0];
         for (int64_t i = 0; i < rows * 40; ++i)
           CHECK(std::isfinite(gated[static_cast<size_t>(i)]) == (i / 40 != 13));
       }
@@ -294,16 +296,22 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
         x[static_cast<size_t>(k)] *= 1000;  // far outside the range in which the sigmoid changes,
                                             // at both ends
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
-      const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
+      const auto gated_by = [&](dlm::Activation activation) {
+        return run_linear(kernels, in_order, x, rows, weights, activation)[0];
+      };
+      const Floats silu = gated_by(dlm::Activation::silu), gelu = gated_by(dlm::Activation::gelu);
       // Exponentials have a relative error of 2e-7, plus the rounding error of the exponent. Three
       // more operations have rounding errors of 6e-8 each. Exponentials below 2 ^ -126 become 2 ^
       // -126.
-      for (size_t i = 0; i < y.size(); ++i) {
-        const double expected =
-            static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];
-        const double relative = 5e-7 + 1e-7 * std::abs(gate[i]);
-        CHECK(std::abs(y[i] - expected) <=
-              relative * std::abs(expected) + 1e-36 * std::abs(double{gate[i]} * up[i]));
+      for (size_t i = 0; i < gate.size(); ++i) {
+        const double x0 = gate[i];
+        const double twice_u = 2 * 0.79788456080286536 * (x0 + 0.044715 * x0 * x0 * x0);
+        for (const auto& [found, power] : {std::pair{silu[i], x0}, std::pair{gelu[i], twice_u}}) {
+          const double expected = x0 / (1 + std::exp(-power)) * up[i];
+          const double relative = 6e-7 + 2e-7 * std::abs(power);
+          CHECK(std::abs(found - expected) <=
+                relative * std::abs(expected) + 1e-36 * std::abs(x0 * up[i]));
+        }
       }
     }
   }
@@ -316,9 +324,10 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   for (const int64_t size : {0, 32, 64}) {
     const std::vector<Weight> weights = {make_weight(numbers, 104, 170, size),
                                          make_weight(numbers, 104, 170, size)};
-    for (const bool is_gated : {false, true})
+    for (const auto activation :
+         {dlm::Activation::none, dlm::Activation::silu, dlm::Activation::gelu})
       check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
-        return run_linear(kernels, parallel, x, 300, weights, is_gated);
+        return run_linear(kernels, parallel, x, 300, weights, activation);
       });
   }
 }

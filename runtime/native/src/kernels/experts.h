@@ -28,13 +28,13 @@ struct FloatProduct {
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
     const int64_t K = layer.inputs, top = tiles.start(first), rows = tiles.start(last) - top;
-    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i) {
+    for (size_t i = 0; i < (layer.is_gated() ? 2 : 1); ++i) {
       const auto* const panel =
           reinterpret_cast<const float*>(layer.weights[weight + i].panels) + number * K * kPanel;
       sum_floats(layer.x, K, tiles, first, last, results[i],
                  [&](int64_t k, int64_t) { return panel + k * kPanel; });
     }
-    if (layer.is_gated) gate(results[0], results[1], rows * kPanel);
+    if (layer.is_gated()) gate(layer.activation, results[0], results[1], rows * kPanel);
     const int64_t all = layer.weights[weight].columns;
     copy_panel(results[0], rows, number, all, layer.outputs[weight] + top * all);
   }
@@ -101,7 +101,7 @@ struct Routed {
                   made.weights,
                   made.outputs,
                   is_gated ? size_t{2} : size_t{1},
-                  is_gated,
+                  is_gated ? m.activation : dlm::Activation::none,
                   m.group_size};
   }
 };

@@ -71,12 +71,15 @@ struct LinearWeight {
   int64_t columns;     // number of columns before padding
 };
 
+// gelu is GELU in the form with tanh.
+enum class Activation { none, silu, gelu };
+
 // A linear layer with one or more weight matrices. It computes y_i [rows, columns_i] = x [rows,
 // inputs] @ weight_i. The kernel quantises the rows of x to -127..127. `inputs` must be a multiple
 // of 4, or of 8 for INT4.
 //
-// A gated layer has two weight matrices with the same number of columns, and one output: silu(x @
-// weight_0) * (x @ weight_1).
+// A gated layer has two weight matrices with the same number of columns, and one output:
+// activation(x @ weight_0) * (x @ weight_1). With Activation::none, the layer is not gated.
 //
 // INT4 layers have groups of inputs. Within a group, the products are summed as integers. Then the
 // sum is multiplied by the group's scale and added to the result, with one fused multiply-add in
@@ -87,9 +90,11 @@ struct Linear {
   const LinearWeight* weights;
   float* const* outputs;
   size_t count;  // number of weight matrices
-  bool is_gated;
+  Activation activation;
   // INT4: in each column, this many inputs share a scale. This is a multiple of 8. INT8: 0.
   int64_t group_size;
+
+  bool is_gated() const { return activation != Activation::none; }
 
   // Returns how many bytes of scratch memory the layer needs. The result is enough for every kernel
   // set, because some kernels use two bytes per code, and some pad to 32 rows and 64 inputs. The
@@ -118,10 +123,10 @@ struct ExpertGroup {
   int64_t expert, start, rows;
 };
 
-// A mixture of experts. For each row, y [rows, inputs] is the sum of weight * down(silu(gate(x)) *
-// up(x)) over the experts that were chosen for this row. gate, up and down are linear layers in the
-// given format. The kernel reads only the matrices of experts that were chosen for at least one
-// row.
+// A mixture of experts. For each row, y [rows, inputs] is the sum of weight *
+// down(activation(gate(x)) * up(x)) over the experts that were chosen for this row. gate, up and
+// down are linear layers in the given format. The kernel reads only the matrices of experts that
+// were chosen for at least one row.
 struct Experts {
   const float* x;
   const int64_t* chosen;  // [rows, active]: the experts of each row, as indices below `count`
@@ -132,6 +137,7 @@ struct Experts {
   // hidden]. The matrices of down are [hidden, inputs].
   ExpertWeights gate, up, down;
   ExpertFormat format;
+  Activation activation;
   int64_t group_size;  // for INT4 matrices, as in Linear
   float* y;
 

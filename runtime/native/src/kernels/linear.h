@@ -202,10 +202,24 @@ inline F silu(F x) {
   return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
-// Computes results = silu(results) * up. Processes whole vectors.
-inline void gate(float* results, const float* up, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    simd::store(results + i, silu(simd::load(results + i)) * simd::load(up + i));
+// Computes 0.5 * x * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 * x^3). The result equals
+// x / (1 + exp(-2 * u)).
+inline F gelu(F x) {
+  constexpr float kScale = -2 * 0.7978845608f * kLog2e;
+  const F scaled = x * simd::fma(x * x, simd::set(kScale * 0.044715f), simd::set(kScale));
+  return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
+}
+
+// Computes results = activation(results) * up. Processes whole vectors.
+inline void gate(dlm::Activation activation, float* results, const float* up, int64_t count) {
+  const auto multiply = [&](auto function) {
+    for (int64_t i = 0; i < count; i += kLanes)
+      simd::store(results + i, function(simd::load(results + i)) * simd::load(up + i));
+  };
+  if (activation == dlm::Activation::gelu)
+    multiply([](F x) { return gelu(x); });
+  else
+    multiply([](F x) { return silu(x); });
 }
 
 template <class Codes>
@@ -246,16 +260,16 @@ struct Product {
     for (int64_t tile = first; tile < last; ++tile) {
       const uintptr_t ahead = tile == first ? kFetchedAhead : 0;
       float* const out = layer.outputs[weight] + tiles.start(tile) * all;
-      if (column + kPanel <= all && !layer.is_gated) {
+      if (column + kPanel <= all && !layer.is_gated()) {
         multiply(weight, number, tile, ahead, out + column, all);
         continue;
       }
       float results[Codes::kTileRows * kPanel];
       multiply(weight, number, tile, ahead, results, kPanel);
-      if (layer.is_gated) {
+      if (layer.is_gated()) {
         float up[Codes::kTileRows * kPanel];
         multiply(1, number, tile, ahead, up, kPanel);
-        gate(results, up, tiles.rows(tile) * kPanel);
+        gate(layer.activation, results, up, tiles.rows(tile) * kPanel);
       }
       copy_panel(results, tiles.rows(tile), number, all, out);
     }
@@ -296,7 +310,7 @@ void run_product(const Product& product, dlm::Parallel& parallel) {
     for (int64_t slice = 0; slice < slices; ++slice) product.quantise(slice);
   else
     parallel.each(slices, [&](int64_t slice) { product.quantise(slice); });
-  const size_t products = layer.is_gated ? 1 : layer.count;
+  const size_t products = layer.is_gated() ? 1 : layer.count;
   int64_t panels = 0;
   for (size_t i = 0; i < products; ++i)
     panels += dlm::padded_columns(layer.weights[i].columns) / kPanel;

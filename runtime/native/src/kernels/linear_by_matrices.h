@@ -152,7 +152,7 @@ struct MatrixProduct {
 
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     alignas(64) float results[2][kTogether * kMatrixRows * kPanel];
-    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i) {
+    for (size_t i = 0; i < (layer.is_gated() ? 2 : 1); ++i) {
       if constexpr (Codes::kIsInt4)
         multiply_int4(layer.weights[weight + i], number, first, last, results[i]);
       else
@@ -161,7 +161,7 @@ struct MatrixProduct {
     const int64_t all = layer.weights[weight].columns;
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t at = (tile - first) * kMatrixRows * kPanel, rows = tiles.rows(tile);
-      if (layer.is_gated) gate(results[0] + at, results[1] + at, rows * kPanel);
+      if (layer.is_gated()) gate(layer.activation, results[0] + at, results[1] + at, rows * kPanel);
       copy_panel(results[0] + at, rows, number, all,
                  layer.outputs[weight] + tiles.start(tile) * all);
     }

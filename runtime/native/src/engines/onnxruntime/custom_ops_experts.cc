@@ -10,7 +10,9 @@ void read_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   size_t count = 2, one = 1;
   ask<ort::KernelInfoGetAttributeArrayInt64>(api, info, "columns", node.columns.data(), &count);
   ask<ort::KernelInfoGetAttributeArrayInt64>(api, info, "out_columns", &node.columns[2], &one);
-  if (count != 2 || one != 1 || node.columns[0] != node.columns[1])
+  // The functions with GELU call a layer for gate and for up, so they have one number for both.
+  if (count == 1) node.columns[1] = node.columns[0];
+  if (count < 1 || count > 2 || one != 1 || node.columns[0] != node.columns[1])
     fail(DLM_BAD_BUNDLE, "the columns of gate, up and down are invalid");
 }
 
@@ -47,13 +49,13 @@ ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index,
   }
 }
 
-template <ExpertFormat kFormat>
+template <ExpertFormat kFormat, Activation kActivation>
 void compute_experts(const Kernels& kernels, const Node& node, Call& call) {
   const auto x = call.input<float>(0), weights = call.input<float>(2);
   const auto chosen = call.input<int64_t>(1);
   constexpr size_t kStep = kFormat == ExpertFormat::fp32 ? 1 : 2;
   Experts mixture{};
-  mixture.format = kFormat;
+  mixture.format = kFormat, mixture.activation = kActivation;
   mixture.group_size = node.group_size;
   mixture.inputs = node.columns[2], mixture.hidden = node.columns[0];
   mixture.count = call.input<uint8_t>(3).dims[0];
@@ -81,10 +83,16 @@ using namespace short_types;
 
 std::vector<Definition> expert_operators() {
   constexpr auto kFp32 = ExpertFormat::fp32, kInt8 = ExpertFormat::int8, kInt4 = ExpertFormat::int4;
+  constexpr auto kSilu = Activation::silu, kGelu = Activation::gelu;
+  const std::vector<int> fp32{F, L, F, F, F, F}, int8{F, L, F, C, F, C, F, C, F},
+      int4{F, L, F, C, H, C, H, C, H}, out{F};
   return {
-      {"Fp32Experts", {F, L, F, F, F, F}, {F}, read_experts, compute_experts<kFp32>},
-      {"Int8Experts", {F, L, F, C, F, C, F, C, F}, {F}, read_experts, compute_experts<kInt8>},
-      {"Int4Experts", {F, L, F, C, H, C, H, C, H}, {F}, read_int4_experts, compute_experts<kInt4>},
+      {"Fp32Experts", fp32, out, read_experts, compute_experts<kFp32, kSilu>},
+      {"Int8Experts", int8, out, read_experts, compute_experts<kInt8, kSilu>},
+      {"Int4Experts", int4, out, read_int4_experts, compute_experts<kInt4, kSilu>},
+      {"GeluFp32Experts", fp32, out, read_experts, compute_experts<kFp32, kGelu>},
+      {"GeluInt8Experts", int8, out, read_experts, compute_experts<kInt8, kGelu>},
+      {"GeluInt4Experts", int4, out, read_int4_experts, compute_experts<kInt4, kGelu>},
   };
 }
 

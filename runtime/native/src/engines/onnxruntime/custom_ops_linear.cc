@@ -87,14 +87,14 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   layer.x = rows.x.data, layer.inputs = rows.inputs, layer.rows = rows.count;
   layer.group_size = node.group_size;
   layer.count = weights_of(node.op.is);
-  layer.is_gated = node.op.is.outputs.size() < layer.count;
+  layer.activation = node.op.is.outputs.size() < layer.count ? Activation::silu : Activation::none;
   std::array<LinearWeight, kMostWeights> weights{};
   std::array<float*, kMostWeights> outputs{};
   for (size_t i = 0; i < layer.count; ++i) {
     const int64_t columns = node.columns[i];
     const auto codes = call.input<uint8_t>(1 + 2 * i), scales = call.input<uint8_t>(2 + 2 * i);
     if (!is_in_panels(codes, scales, rows.inputs, columns, node.group_size) ||
-        (layer.is_gated && columns != node.columns[0]))
+        (layer.is_gated() && columns != node.columns[0]))
       fail(DLM_BAD_BUNDLE, "weight %zu is not %" PRId64 " by %" PRId64 " in panels", i, rows.inputs,
            columns);
     weights[i] = {codes.data, scales.data, columns};

@@ -61,7 +61,8 @@ bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
       group_size == 0 ? static_cast<const void*>(ones.data()) : halves.data();
   const LinearWeight weight{panels.data(), scales, kColumns};
   float* const output = y.data();
-  const Linear layer{x.data(), kRows, kInputs, &weight, &output, 1, false, group_size};
+  const Linear layer{x.data(),  kRows, kInputs, &weight, &output, 1, dlm::Activation::none,
+                     group_size};
   std::vector<std::max_align_t> scratch(layer.scratch_bytes() / sizeof(std::max_align_t) + 64);
   void* aligned = scratch.data();
   size_t space = scratch.size() * sizeof(std::max_align_t);
