@@ -43,6 +43,13 @@ def llada_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def illada_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny iLLaDA: LLaDA with grouped queries, a tied head and a low mask
+    token.
+    """
+    return llada_config(**{"n_kv_heads": 2, "weight_tying": True, "mask_token_id": 5} | changes)
+
+
 def dream_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Dream, with the released keys."""
     return {

@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import a2d_qwen3_config, dream_config, llada_config, sdar_config, write_checkpoint
+from checkpoints import (
+    a2d_qwen3_config,
+    dream_config,
+    illada_config,
+    llada_config,
+    sdar_config,
+    write_checkpoint,
+)
 from click.testing import CliRunner, Result
 from denoisers import load
 
@@ -41,12 +48,14 @@ AUTO_MAP = {
 # that is not the default. If this project misreads one of these settings, a test fails.
 LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
+    "illada": illada_config(auto_map=AUTO_MAP),
     "dream": dream_config(),
     "a2d-qwen3": a2d_qwen3_config(),
     "sdar": sdar_config(),
 }
 KINDS = {
     "llada": golden.RELEASED,
+    "illada": golden.RELEASED,
     "dream": golden.TRUNK,
     "a2d-qwen3": golden.TRUNK,
     "sdar": golden.TRUNK,

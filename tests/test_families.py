@@ -22,6 +22,7 @@ from checkpoints import (
     bert_config,
     diffusion_gemma_config,
     fast_dllm_v2_config,
+    illada_config,
     llada2_config,
     llada_moe_config,
     modern_bert_config,
@@ -432,7 +433,23 @@ YARN = nemotron_config()["rope_parameters"] | {
 }
 # For each release: config.json, its number of parameters, its attention, and a preset. The sizes
 # of Stable-DiffCoder are those of Seed-Coder 8B, and those of WeDLM are those of Qwen2.5 and Qwen3.
+# The hidden size and the number of layers of iLLaDA are those of LLaDA 8B.
 RELEASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "iLLaDA 8B": (
+        illada_config(
+            d_model=4096,
+            n_layers=32,
+            n_heads=32,
+            n_kv_heads=8,
+            mlp_hidden_size=14336,
+            vocab_size=155136,
+            embedding_size=155136,
+            max_sequence_length=8192,
+        ),
+        7_615_025_152,
+        "full",
+        "fast-dllm",
+    ),
     "Stable-DiffCoder 8B": (
         stable_diffcoder_config(**trunk(32, 4096, 14336, 155136)),
         8_250_462_208,

@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 class Trunk(nn.Module):
     """The whole network with the released names: ``transformer.wte``, ``transformer.blocks.N``,
-    ``transformer.ff_out``.
+    ``transformer.ff_out``. A tied head is the embedding table, so ``ff_out`` is missing.
     """
 
     def __init__(self, c):
@@ -93,15 +93,17 @@ class Trunk(nn.Module):
                 "wte": nn.Embedding(c.embedding_size, c.d_model),
                 "blocks": nn.ModuleList(Block(c) for _ in range(c.n_layers)),
                 "ln_f": Norm(c.d_model, c.rms_norm_eps),
-                "ff_out": nn.Linear(c.d_model, c.embedding_size, bias=False),
             }
         )
+        if not c.weight_tying:
+            self.transformer["ff_out"] = nn.Linear(c.d_model, c.embedding_size, bias=False)
 
     def forward(self, ids):
         x = self.transformer["wte"](ids)
         for block in self.transformer["blocks"]:
             x = block(x)
-        return self.transformer["ff_out"](self.transformer["ln_f"](x))
+        head = self.transformer["ff_out" if "ff_out" in self.transformer else "wte"]
+        return F.linear(self.transformer["ln_f"](x), head.weight)
 
 
 class LLaDAModelLM(PreTrainedModel):

@@ -1,6 +1,7 @@
-"""Defines the family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223).
+"""Defines the family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223), and iLLaDA 8B.
 
 LLaDA has full attention. The layers are the same as in Llama, but the tensor names are from OLMo.
+iLLaDA has grouped queries and a tied head, so its files contain no tensor for the head.
 """
 
 from __future__ import annotations
@@ -84,5 +85,10 @@ LAYOUT = Layout(
     head="model.transformer.ff_out",
 )
 FAMILY = Family(
-    "llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "fast-dllm", read_network, LAYOUT.origins
+    "llada",
+    ("LLaDAModelLM",),
+    "LLaDA 8B, LLaDA 1.5, iLLaDA 8B",
+    "fast-dllm",
+    read_network,
+    LAYOUT.origins,
 )
