@@ -100,6 +100,27 @@ def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def coda_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny CoDA, with the released keys.
+
+    The config has the keys of Qwen3, and keys of the training. It does not say whether the head is
+    tied.
+    """
+    other = {
+        "architectures": ["CoDALanguageModel"],
+        "model_type": "CoDA",
+        "attention_kernel": "flash_attention",
+        "block_masking_probability": 0.3,
+        "mask_block_sizes": [2, 4, 8],
+        "prefix_probability": 0.25,
+        "truncate_probability": 0.25,
+        "sampling_eps": 0.001,
+    }
+    config = a2d_qwen3_config(**other)
+    del config["tie_word_embeddings"]
+    return config | changes
+
+
 def llada_moe_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA-MoE, with the released keys."""
     return {
@@ -734,7 +755,7 @@ def _qwen_shapes(
             f"{layer}post_attention_layernorm.weight"
         ] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
 
@@ -828,6 +849,7 @@ SHAPES = {
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,
     "SDARForCausalLM": a2d_qwen3_shapes,
+    "CoDALanguageModel": a2d_qwen3_shapes,
     "A2DQwen2LMHeadModel": dream_shapes,
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
     "StableDiffcoderForCausalLM": functools.partial(_qwen_shapes, bias=False),

@@ -20,6 +20,7 @@ import torch
 from checkpoints import (
     a2d_config,
     bert_config,
+    coda_config,
     diffusion_gemma_config,
     fast_dllm_v2_config,
     illada_config,
@@ -112,6 +113,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
         7,
     ),
     "Stable-DiffCoder": (stable_diffcoder_config(), "LlamaForCausalLM", NAMED, 4),
+    "CoDA": (coda_config(), "Qwen3ForCausalLM", Overrides(), None),
+    "CoDA, tied": (coda_config(tie_word_embeddings=True), "Qwen3ForCausalLM", Overrides(), None),
 }
 
 
@@ -297,6 +300,7 @@ BUNDLES: dict[str, tuple[dict[str, Any], Overrides, dict[str, int]]] = {
         {"BlockNormedCachedAttention": 2, "Fp32Experts": 1},
     ),
     "A2D Llama": (a2d_config("Llama"), Overrides(), {"CachedAttention": 2}),
+    "CoDA": (coda_config(), Overrides(), {"NormedCachedAttention": 2}),
     "Stable-DiffCoder": (stable_diffcoder_config(), NAMED, {"BlockCachedAttention": 2}),
 }
 
@@ -321,6 +325,13 @@ PRESETS: dict[str, tuple[dict[str, Any], Overrides]] = {
     "stable-diffcoder": (stable_diffcoder_config(), NAMED),
     "wedlm": (wedlm_config(), Overrides()),
     "rnd1": (qwen3_moe_config("RND1LM"), Overrides()),
+    "dream": (coda_config(), Overrides()),
+}
+
+
+SHIFTED: dict[str, tuple[dict[str, Any], Overrides]] = {
+    "RND1": (qwen3_moe_config("RND1LM"), Overrides()),
+    "CoDA": (coda_config(), Overrides()),
 }
 
 
@@ -382,8 +393,13 @@ def test_mixtures_are_described(tmp_path: Path) -> None:
     assert "4 of 16 experts of 64, silu" in told
     assert "by sigmoid in 2 of 4 groups and" in told
     assert "(ceil(T / 32) - 1) * 32 of T tokens on the canvas, at most 224" in told
-    rnd1 = network_of(write_checkpoint(tmp_path / "rnd1", qwen3_moe_config("RND1LM")))
-    assert (rnd1.shift, rnd1.layers[0].attention.visible_block) == (1, None)
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_rows_of_some_families_predict_the_next_token(name: str, tmp_path: Path) -> None:
+    config, overrides = SHIFTED[name]
+    network = network_of(write_checkpoint(tmp_path, config), overrides)
+    assert (network.shift, network.visible_block) == (1, None)
 
 
 def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
@@ -463,6 +479,12 @@ RELEASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
         "wedlm",
     ),
     "WeDLM 8B": (wedlm_config(**trunk(36, 4096, 12288, 151936)), 8_190_735_360, "masks-last", "wedlm"),
+    "CoDA 1.7B": (
+        coda_config(**trunk(28, 2048, 6144, 151936, num_attention_heads=16)),
+        2_031_739_904,
+        "full",
+        "dream",
+    ),
     "Nemotron 8B": (
         nemotron_config(
             **trunk(34, 4096, 14336, 131072), block_size=32, rope_parameters=YARN,
@@ -543,6 +565,7 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     ),
     (sdar_config, {"mask_token_id": None}, Overrides(), "no mask_token_id.*Pass --mask-token-id"),
     (sdar_config, {"attention_bias": True}, Overrides(), "attention_bias = true is not supported"),
+    (coda_config, {"attention_bias": True}, Overrides(), "attention_bias = true is not supported"),
     (fast_dllm_v2_config, {"bd_size": 12}, NAMED, "8 positions at a time, which does not divide"),
     (fast_dllm_v2_config, {"bd_size": None}, NAMED, "bd_size is missing.*Pass --attention-block"),
     (fast_dllm_v2_config, {}, Overrides(), r"nor \|<MASK>\| among the added tokens"),

@@ -40,6 +40,7 @@ FAMILIES: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     "fast-dllm-v2": lambda **more: checkpoints.fast_dllm_v2_config(mask_token_id=MASK, **more),
     "rnd1": lambda **more: checkpoints.qwen3_moe_config("RND1LM", **more),
+    "coda": checkpoints.coda_config,
     "stable-diffcoder": lambda **more: checkpoints.stable_diffcoder_config(
         mask_token_id=MASK, **more
     ),
@@ -59,7 +60,7 @@ TIED = {
     if name not in ("diffusion-gemma", "bert", "roberta", "modern-bert", "torch-encoder")
 }
 """The keys of config.json that tie the head, for the families whose heads may be tied or not."""
-LIKE_OTHERS = ("a2d-qwen2", "a2d-llama", "sdar", "rnd1", "stable-diffcoder", "roberta")
+LIKE_OTHERS = ("a2d-qwen2", "a2d-llama", "sdar", "rnd1", "coda", "stable-diffcoder", "roberta")
 """Families whose layers and tensors are read and built as those of another family."""
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PRECISIONS = [name for name in TARGETS["cpu"].precisions if name not in (AUTO, STORED)]

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import (
     a2d_config,
     bert_config,
+    coda_config,
     diffusion_gemma_config,
     dream_config,
     fast_dllm_v2_config,
@@ -47,6 +48,7 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "sdar": sdar_config,
     "sdar-moe": lambda **changes: qwen3_moe_config("SDARMoeForCausalLM", block_size=4, **changes),
     "rnd1": lambda **changes: qwen3_moe_config("RND1LM", **changes),
+    "coda": coda_config,
     "fast-dllm-v2": fast_dllm_v2_config,
     "stable-diffcoder": stable_diffcoder_config,
     "wedlm": wedlm_config,

@@ -19,6 +19,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families import (
     a2d,
     bert,
+    coda,
     diffusion_gemma,
     dream,
     fast_dllm_v2,
@@ -46,7 +47,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
-        *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
+        *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY, coda.FAMILY),
         *(stable_diffcoder.FAMILY, wedlm.FAMILY, nemotron_labs_diffusion.FAMILY),
         *(diffusion_gemma.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
         torch_encoder.FAMILY,
