@@ -121,6 +121,22 @@ def coda_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def open_dcoder_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny Open-dCoder, with the keys that transformers writes for Qwen2.
+
+    It does not name a mask token.
+    """
+    other = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "sliding_window": 256,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "mask_token_id": None,
+    }
+    return dream_config(**other | changes)
+
+
 def llada_moe_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA-MoE, with the released keys."""
     return {
@@ -849,6 +865,7 @@ SHAPES = {
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,
     "SDARForCausalLM": a2d_qwen3_shapes,
+    "Qwen2ForCausalLM": dream_shapes,
     "CoDALanguageModel": a2d_qwen3_shapes,
     "A2DQwen2LMHeadModel": dream_shapes,
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,

@@ -28,6 +28,7 @@ from checkpoints import (
     llada_moe_config,
     modern_bert_config,
     nemotron_config,
+    open_dcoder_config,
     qwen3_moe_config,
     sdar_config,
     stable_diffcoder_config,
@@ -53,15 +54,16 @@ from transformers import Glm4MoeForCausalLM, Qwen3MoeForCausalLM
 from trunk_logits import trunk_logits
 
 from dlm_export import families
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network.spec import ExpertsSpec, MlpSpec, NetworkSpec
-from dlm_export.sources import open_source
+from dlm_export.sources import open_source, open_source_of
 
 MASK = 150  # the mask token of every denoiser below
 NAMED, BLOCKS = Overrides(mask_token_id=MASK), {4: Overrides(attention_block=4)}
+OPEN_DCODER = Overrides(mask_token_id=MASK, family="open-dcoder")
 LENGTH = 75
 IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
@@ -113,6 +115,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
         7,
     ),
     "Stable-DiffCoder": (stable_diffcoder_config(), "LlamaForCausalLM", NAMED, 4),
+    "Open-dCoder": (open_dcoder_config(), "Qwen2ForCausalLM", OPEN_DCODER, None),
     "CoDA": (coda_config(), "Qwen3ForCausalLM", Overrides(), None),
     "CoDA, tied": (coda_config(tie_word_embeddings=True), "Qwen3ForCausalLM", Overrides(), None),
 }
@@ -300,6 +303,7 @@ BUNDLES: dict[str, tuple[dict[str, Any], Overrides, dict[str, int]]] = {
         {"BlockNormedCachedAttention": 2, "Fp32Experts": 1},
     ),
     "A2D Llama": (a2d_config("Llama"), Overrides(), {"CachedAttention": 2}),
+    "Open-dCoder": (open_dcoder_config(), OPEN_DCODER, {"CachedAttention": 2, "Fp32TiedHead": 1}),
     "CoDA": (coda_config(), Overrides(), {"NormedCachedAttention": 2}),
     "Stable-DiffCoder": (stable_diffcoder_config(), NAMED, {"BlockCachedAttention": 2}),
 }
@@ -332,6 +336,7 @@ PRESETS: dict[str, tuple[dict[str, Any], Overrides]] = {
 SHIFTED: dict[str, tuple[dict[str, Any], Overrides]] = {
     "RND1": (qwen3_moe_config("RND1LM"), Overrides()),
     "CoDA": (coda_config(), Overrides()),
+    "Open-dCoder": (open_dcoder_config(), OPEN_DCODER),
 }
 
 
@@ -509,6 +514,29 @@ def test_releases_are_inspected_and_planned_from_their_headers(name: str, tmp_pa
     invoke("plan", *options, "--targets", "h100", "--preset", preset)
 
 
+def test_the_family_of_an_ambiguous_architecture_is_an_option(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864}
+    heads = {"num_attention_heads": 14, "max_position_embeddings": 32768, "vocab_size": 151936}
+    write_headers(tmp_path, open_dcoder_config(**sizes, **heads))
+    options = (tmp_path, "--family", "open-dcoder", "--mask-token-id", "5", "--json")
+    told = json.loads(invoke("inspect", *options))
+    assert told["parameters"] == 494_032_768
+    assert told["network"]["max_canvas_length"] == 4096
+    invoke("plan", *options, "--targets", "h100", "--preset", "dream")
+
+
+def test_a_bundle_remembers_the_family_that_the_user_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "source", open_dcoder_config())
+    bundle = tmp_path / "bundle"
+    options = BuildOptions(check_parity=False)
+    build(checkpoint, bundle, options, overrides=OPEN_DCODER)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert open_source(bundle).default_preset == "dream"
+    assert open_source_of(bundle, manifest, checkpoint).network.family == "open-dcoder"
+    with pytest.raises(CheckpointError, match=r"a bundle's family, .* cannot be changed"):
+        open_source(bundle, OPEN_DCODER)
+
+
 # ---- What is refused ----
 
 GEMMA, NEMOTRON, WEDLM = diffusion_gemma_config, nemotron_config, wedlm_config
@@ -533,6 +561,11 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (LLADA, {"block_type": None}, Overrides(), "block_type is missing"),
     (LLADA, {"rope": None}, Overrides(), "rope is missing"),
     (LLADA, {"weight_tying": None}, Overrides(), "weight_tying is missing"),
+    (open_dcoder_config, {}, NAMED, "autoregressive models.*If .*, pass --family open-dcoder"),
+    (open_dcoder_config, {}, Overrides(family="open-dcoder"), "no mask_token_id"),
+    (open_dcoder_config, {"use_sliding_window": True}, OPEN_DCODER, "use_sliding_window = true"),
+    (DREAM, {}, OPEN_DCODER, "'DreamModel' does not belong to --family open-dcoder"),
+    (DREAM, {}, Overrides(family="mystery"), "--family 'mystery' is unknown. Known: llada, "),
     (DREAM, {"hidden_act": "gelu"}, Overrides(), "hidden_act"),
     (DREAM, {"rms_norm_eps": "1e-6"}, Overrides(), "rms_norm_eps must be a positive number"),
     (DREAM, {"partial_rotary_factor": 2}, Overrides(), "factor 2.0 is greater than 1"),

@@ -129,7 +129,7 @@ def test_a_stored_head_is_tied_only_if_it_equals_the_table(family: str, tmp_path
     file, ids = tmp_path / "model.safetensors", torch.arange(3, 20)[None]
     tensors, opened = load_file(file), Checkpoint(checkpoint)
     network = families.read_network(opened, Overrides())
-    head, table = families.head_and_table(opened, families.find(opened), network)
+    head, table = families.head_and_table(opened, families.find(opened, Overrides()), network)
 
     def read(**more: torch.Tensor) -> tuple[bool, list[str], torch.Tensor]:
         save_file({name: tensor.clone() for name, tensor in (tensors | more).items()}, file)

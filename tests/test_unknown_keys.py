@@ -24,6 +24,7 @@ from checkpoints import (
     llada_moe_config,
     modern_bert_config,
     nemotron_config,
+    open_dcoder_config,
     qwen3_moe_config,
     roberta_config,
     sdar_config,
@@ -50,6 +51,7 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "rnd1": lambda **changes: qwen3_moe_config("RND1LM", **changes),
     "coda": coda_config,
     "fast-dllm-v2": fast_dllm_v2_config,
+    "open-dcoder": open_dcoder_config,
     "stable-diffcoder": stable_diffcoder_config,
     "wedlm": wedlm_config,
     "nemotron": nemotron_config,
@@ -89,8 +91,13 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "bert: position_embedding_type": ("bert", {"position_embedding_type": "relative_key"}),
     "modern-bert: hidden_activation": ("modern-bert", {"hidden_activation": "relu"}),
 }
-MASK = {"fast-dllm-v2", "stable-diffcoder"}
-"""Families whose mask token is only in the tokenizer's files."""
+MASK = {"mask_token_id": 150}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fast-dllm-v2": MASK,
+    "stable-diffcoder": MASK,
+    "open-dcoder": MASK | {"family": "open-dcoder"},
+}
+"""The options that families need. Their mask token is only in the tokenizer's files."""
 
 
 def _write(folder: Path, family: str, changes: dict[str, Any]) -> Path:
@@ -101,8 +108,7 @@ def _write(folder: Path, family: str, changes: dict[str, Any]) -> Path:
 
 
 def _open(path: Path, family: str, **overrides: Any) -> Source:
-    mask = {"mask_token_id": 150} if family in MASK else {}
-    return open_source(path, Overrides(**mask, **overrides))
+    return open_source(path, Overrides(**OPTIONS.get(family, {}), **overrides))
 
 
 def test_there_are_forty_cases() -> None:

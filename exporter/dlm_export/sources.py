@@ -143,13 +143,13 @@ def _with_values(config: Config, keys: Collection[str]) -> str:
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
 
-    The bundle's ``manifest`` determines the mask token, the canvas length, the block length, and
-    whether the source's adapter is left out.
+    The bundle's ``manifest`` determines the mask token, the canvas length, the block length, the
+    family if its architecture is ambiguous, and whether the source's adapter is left out.
     Raises BundleError or CheckpointError. If ``path`` contains a different denoiser,
     CheckpointError says what differs.
     """
     built = network_of(manifest)
-    overrides = None
+    family, overrides = families.FAMILIES.get(built.family), None
     if not (path / MANIFEST_FILE).is_file():
         overrides = Overrides(
             built.mask_token_id if built.has_mask_token else None,
@@ -158,6 +158,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
             no_adapter=not built.has_draft_updates,
             adapter=built.adapter,
             accept_unknown=None,
+            family=built.family if family is not None and family.is_ambiguous else None,
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
@@ -299,7 +300,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     changed = replace(overrides, max_new_tokens=None, json_layout=None, call_format=None)
     if replace(changed, accept_unknown=()) != Overrides():
         raise CheckpointError(
-            f"{path}: a bundle's mask token, canvas, blocks and adapter cannot be changed; start from the checkpoint"
+            f"{path}: a bundle's family, mask token, canvas, blocks and adapter cannot be changed; start from the checkpoint"
         )
     network = network_of(manifest)
     files = text_files(manifest, path)

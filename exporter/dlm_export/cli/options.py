@@ -185,6 +185,7 @@ SOURCE_OPTIONS = (
         metavar="KEY",
         help="Build although config.json has this unknown key; repeatable.",
     ),
+    text("--family", "Family of a Qwen2ForCausalLM checkpoint: open-dcoder."),
 )
 TEXT_OPTIONS = (
     number(

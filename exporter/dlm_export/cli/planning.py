@@ -143,7 +143,10 @@ def _plan(
     if source is None or (source / "manifest.json").is_file():
         refuse(
             values,
-            ("mask_token_id", "max_canvas_length", "attention_block", "adapter", "no_adapter"),
+            (
+                *("mask_token_id", "max_canvas_length", "attention_block"),
+                *("adapter", "no_adapter", "family"),
+            ),
             "is for checkpoints",
         )
     targets = find_targets(values["targets"])

@@ -28,6 +28,7 @@ from dlm_export.families import (
     llada_moe,
     modern_bert,
     nemotron_labs_diffusion,
+    open_dcoder,
     rnd1,
     roberta,
     sdar,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY, coda.FAMILY),
+        open_dcoder.FAMILY,
         *(stable_diffcoder.FAMILY, wedlm.FAMILY, nemotron_labs_diffusion.FAMILY),
         *(diffusion_gemma.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
         torch_encoder.FAMILY,
@@ -55,13 +57,31 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def find(checkpoint: Checkpoint) -> Family:
-    """Find a checkpoint's family by the name in ``architectures[0]``. Raises CheckpointError."""
+def find(checkpoint: Checkpoint, overrides: Overrides) -> Family:
+    """Find a checkpoint's family by the name in ``architectures[0]``. Raises CheckpointError.
+
+    If the user named the family, only this family is considered.
+    """
     architectures = checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    for family in FAMILIES.values():
+    chosen = overrides.family
+    if chosen is not None and chosen not in FAMILIES:
+        raise CheckpointError(
+            f"{checkpoint.path}: --family {reprlib.repr(chosen)} is unknown. Known: {', '.join(FAMILIES)}."
+        )
+    for family in FAMILIES.values() if chosen is None else (FAMILIES[chosen],):
         if name in family.architectures:
+            if family.is_ambiguous and chosen is None:
+                raise CheckpointError(
+                    f"{checkpoint.config.path}: {name} is also the architecture of autoregressive models, which cannot be "
+                    f"built. If the checkpoint is {family.description}, pass --family {family.name}."
+                )
             return family
+    if chosen is not None:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: architecture {reprlib.repr(name)} does not belong to --family {chosen}, which has "
+            f"{', '.join(FAMILIES[chosen].architectures)}."
+        )
     known = ", ".join(
         architecture for family in FAMILIES.values() for architecture in family.architectures
     )
@@ -77,7 +97,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         raise CheckpointError(
             f"{checkpoint.path}: --attention-block is {block}; blocks have at least one token"
         )
-    family = find(checkpoint)
+    family = find(checkpoint, overrides)
     network = _with_head(checkpoint, family, family.read(checkpoint, overrides))
     if block is not None and any(layer.attention.block_length != block for layer in network.layers):
         raise CheckpointError(

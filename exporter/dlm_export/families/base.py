@@ -133,6 +133,8 @@ class Overrides:
 
     ``None`` accepts all keys.
     """
+    family: str | None = None
+    """The name of the family, which is necessary if the family's architecture is ambiguous."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,11 @@ class Family:
     The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
     need them. For example, it does not need a classification head. A message to the user lists such
     tensors.
+    """
+    is_ambiguous: bool = False
+    """True if the family's architectures are also the names of networks that are no denoisers.
+
+    Users must then name the family with the option ``--family``.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:

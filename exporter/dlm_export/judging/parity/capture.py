@@ -126,8 +126,9 @@ def capture(
     """
     progress = progress or Silent()
     checkpoint = Checkpoint(path)
-    family = families.find(checkpoint)
-    network = families.read_network(checkpoint, overrides or Overrides())
+    overrides = overrides or Overrides()
+    family = families.find(checkpoint, overrides)
+    network = families.read_network(checkpoint, overrides)
     if checkpoint.quantisation is not None:
         raise CaptureError(
             f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint it was made from"
