@@ -1,8 +1,8 @@
 """Defines the family Open-dCoder, 0.5B (https://github.com/pengzhangzhi/Open-dLLM).
 
 Open-dCoder was initialised from Qwen2.5-Coder, so its layers and tensor names are the same as in
-Qwen2. It has full attention and shift 1. Its config.json names transformers' class for Qwen2, whose
-attention is causal, so the user must pass ``--family``.
+Qwen2. It has full attention and shift 1. Its config.json names transformers' class for Qwen2, as
+many autoregressive models do. So the user must pass ``--family``.
 """
 
 from __future__ import annotations
