@@ -637,8 +637,10 @@ typedef struct dlm_constraint {
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
   const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
-                                occurs in a text. If `tokens` itself is NULL (default), the
-                                bundle's vocabulary is used */
+                                occurs in a text. For an added token, such as <tool_call>: the byte
+                                0xFE and the token's name; only trees that name the token allow it.
+                                If `tokens` itself is NULL (default), the bundle's vocabulary is
+                                used */
   const size_t* token_sizes; /* [token_count], the size of each element of `tokens` in bytes
                                 (NULL) */
   size_t token_count;        /* (0) */
