@@ -375,15 +375,11 @@ def prepare(options: argparse.Namespace, work: Path) -> Path:
 
     checkpoint = work / "checkpoint"
     if not (checkpoint / "model.safetensors.index.json").is_file():
-        shape = (
-            TINY | {"n_layers": 2}
-            if options.tiny
-            else real_size.REAL | {"n_layers": options.layers}
+        released = real_size.MODELS["llada-8b"].config
+        config = (
+            real_size.llada_config(**TINY, n_layers=2) if options.tiny else released(options.layers)
         )
-        ids = {} if options.tiny else real_size.IDS
-        real_size.write_checkpoint(
-            checkpoint, real_size.llada_config(**shape, **ids), has_data=True
-        )
+        real_size.write_checkpoint(checkpoint, config, has_data=True)
     return checkpoint
 
 
