@@ -242,8 +242,18 @@ def test_names_that_need_quotes_are_refused(name: str) -> None:
 
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:
     tools, _ = _tools("plain")
-    with pytest.raises(RequestError, match="the tokenizer has no added token"):
+    with pytest.raises(
+        RequestError, match=r"needs the added token .*, which the tokenizer does not"
+    ):
         tools.tree(lambda text: [text])
+
+
+def test_formats_and_functions_that_cannot_be_parsed_are_refused() -> None:
+    with pytest.raises(RequestError, match="a format with quote needs before"):
+        CallFormat(quote=QUOTE)
+    tool = {"type": "function", "function": {"name": "f{"}}
+    with pytest.raises(RequestError, match="the name of a function cannot contain a brace"):
+        Tools.checked([tool], "required", GEMMA, False).tree(_split)
 
 
 # ---- A real tokenizer ----
@@ -271,3 +281,8 @@ def test_marks_of_calls_are_added_tokens_where_the_tokenizer_has_them() -> None:
         lambda text: [AddedToken(part) if "<" in part else part for part in text.split("\n")]
     )
     assert {"token": "<tool_call>"} in tree["sequence"][1]["sequence"][0]["sequence"]
+    call = '{"name":"f","arguments":{}}'
+    pieces = [AddedToken("<tool_call>"), f"\n{call}\n", AddedToken("</tool_call>")]
+    assert tools.has_marks(lambda text: [AddedToken(text)] if "<" in text else [text])
+    assert not tools.has_marks(lambda text: [text])
+    assert tools.calls_of(pieces) == [ToolCall("f", {})]

@@ -225,6 +225,14 @@ def test_a_text_is_calls_or_it_is_none(text: str | None, found: int) -> None:
     [
         (f"I look.\n<tool_call>\n{OTHER}\n</tool_call>", 1),
         (f"<tool_call>{OTHER}", 1),
+        (f"<tool_call>[{OTHER}, {ONE}]</tool_call>", 2),
+        (f"<tool_call>{OTHER}\n{ONE}</tool_call>", 2),
+        (f"<tool_call>{ONE.replace('ulm', '</tool_call>')}</tool_call>", 1),
+        (
+            f"<tool_call>{ONE.replace('ulm', 'a<tool_call>b')}</tool_call><tool_call>{OTHER}</tool_call>",
+            2,
+        ),
+        (f"<tool_call>{OTHER} x</tool_call>", 0),
         (
             f"<tool_call>{OTHER}</tool_call> then <tool_call>nothing</tool_call> and <tool_call>{ONE}</tool_call>",
             2,

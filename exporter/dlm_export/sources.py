@@ -127,7 +127,8 @@ def refuse_unknown(checkpoint: Checkpoint, accepted: Collection[str] | None) -> 
         )
     if unused := sorted({*(accepted or ())} - {*found}):
         raise CheckpointError(
-            f"--accept-unknown {unused[0]}: dlm-export knows this key, or {config.path} does not have it"
+            f"--accept-unknown {unused[0]}: "
+            + ("dlm-export knows this key" if config.has(unused[0]) else f"{config.path} lacks it")
         )
     if found:
         checkpoint.note(

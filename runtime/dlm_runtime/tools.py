@@ -55,9 +55,9 @@ class CallFormat:
         quote: Name of an added token. If it is given, each call is the name of the function and the
             object of its arguments, as Gemma 4 and DiffusionGemma write them. Names of properties
             are in alphabetical order and have no quotes. Strings stand between two ``quote``
-            tokens, and nothing in them is escaped.
+            tokens, and nothing in them is escaped. Such a format needs ``before``.
 
-    Raises RequestError if a field is not a string.
+    Raises RequestError if a field is not a string, or ``before`` is missing.
     """
 
     before: str = ""
@@ -75,6 +75,10 @@ class CallFormat:
                 raise RequestError(
                     f"call_format: {each.name} = {shown(getattr(self, each.name))} is not a text"
                 )
+        if self.quote and not self.before:
+            raise RequestError(
+                "call_format: a format with quote needs before, a text before each call"
+            )
 
 
 FORMATS = {
@@ -158,6 +162,12 @@ class Tools:
         """True if the constraint must force the text to be a call."""
         return self.choice not in ("auto", "none")
 
+    def has_marks(self, split: Callable[[str], Sequence[str]]) -> bool:
+        """Return True if added tokens are written before, after or between calls."""
+        f = self.written
+        texts = (f.start, f.before, f.between, f.after, f.end, f.quote)
+        return any(isinstance(part, AddedToken) for text in texts for part in split(text))
+
     def tree(
         self, split: Callable[[str], Sequence[str]], layout: Layout = COMPACT
     ) -> dict[str, Any]:
@@ -182,8 +192,14 @@ class Tools:
         if f.quote:
             if all(not isinstance(part, AddedToken) for part in split(f.quote)):
                 raise RequestError(
-                    f"call_format: the tokenizer has no added token {f.quote!r}: choose another format"
+                    f"call_format: this format needs the added token {f.quote!r}, which the tokenizer does not have: pass "
+                    "another call_format"
                 )
+            for each in chosen:
+                if "{" in each["name"]:
+                    raise RequestError(
+                        f"tools: {each['name']}: in this call_format, the name of a function cannot contain a brace"
+                    )
             calls = [
                 {"sequence": [{"text": each["name"]}, _arguments(each, f.quote)]} for each in chosen
             ]
@@ -209,19 +225,22 @@ class Tools:
         if text is None or self.choice == "none":
             return []
         before, after = self.written.before.strip(), self.written.after.strip()
-        if before:
-            pieces = [
-                piece.partition(after)[0] if after else piece for piece in text.split(before)[1:]
-            ]
-            return [call for piece in pieces for call in self._of(piece) or []]
-        return self._of(text) or []
+        if not before:
+            return self._read(text, 0, "")[0]
+        found, at = list[ToolCall](), text.find(before)
+        while at >= 0:
+            calls, end = self._read(text, at + len(before), after)
+            found += calls
+            at = text.find(before, end)
+        return found
 
     def calls_of(self, pieces: Sequence[str]) -> list[ToolCall]:
-        """Return the calls in a text in the format ``quote``.
+        """Like ``calls``, for the result of ``Tokenizer.pieces``.
 
-        ``pieces`` is the result of ``Tokenizer.pieces``. There may be other texts before and after
-        a call.
+        Use this method if added tokens mark calls or strings, because a text may lack them.
         """
+        if not self.written.quote:
+            return self.calls("".join(pieces))
         if self.choice == "none":
             return []
         before, after = self.written.before, self.written.after
@@ -240,29 +259,29 @@ class Tools:
             at = text.find(before, end)
         return found
 
-    def _of(self, text: str) -> list[ToolCall] | None:
-        """Parse a sequence of JSON values.
+    def _read(self, text: str, at: int, after: str) -> tuple[list[ToolCall], int]:
+        """Parse JSON values from a position up to ``after``, or up to the end of the text.
 
-        Each JSON value in the text must be a call or a list of calls. Returns None if the text has
-        a different form.
+        Each value must be a call or a list of calls. Returns the calls and the position after them.
+        If the text has a different form, there are no calls, and the position is ``at``.
         """
-        found: list[ToolCall] = []
-        rest = text.strip()
-        while rest:
+        found, start = list[ToolCall](), at
+        keys = {self.written.name, self.written.arguments}
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            if at == len(text) or (after and text.startswith(after, at)):
+                return found, at
             try:
-                value, end = _DECODER.raw_decode(rest)
+                value, at = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError):
-                return None
+                return [], start
             for each in value if isinstance(value, list) else [value]:
-                keys = {self.written.name, self.written.arguments}
                 if not isinstance(each, dict) or each.keys() != keys:
-                    return None
+                    return [], start
                 calls = self._named(each[self.written.name], each[self.written.arguments])
                 if not calls:
-                    return None
+                    return [], start
                 found += calls
-            rest = rest[end:].strip()
-        return found
 
     def _named(self, name: Any, arguments: Any) -> list[ToolCall]:
         """Return a call, or nothing if there is no such function or no object of arguments."""
@@ -270,6 +289,7 @@ class Tools:
         return [ToolCall(name, arguments)] if is_known and isinstance(arguments, dict) else []
 
 
+_SPACE = re.compile(r"\s*")
 _NAME = re.compile(r'([{,] *)([^ ,:{}\[\]<"\\][^,:{}\[\]<"\\]*):')
 
 

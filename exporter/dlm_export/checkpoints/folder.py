@@ -122,6 +122,9 @@ class Config:
         self._read.add(key)
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        return key in self._values
+
     def at(self, path: str) -> Any:
         """Return the value of a name that ``unread`` returns."""
         name, _, rest = path.partition(".")

@@ -82,7 +82,8 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
         name: _memory(network, element_bytes, min(table.itemsize, element_bytes))
         for name, element_bytes in PRECISIONS.items()
     }
-    unread = opened.config.unread()
+    accepted = changed.accept_unknown or ()
+    unread = [key for key in opened.config.unread() if key not in accepted]
     if as_json:
         print_json(
             {

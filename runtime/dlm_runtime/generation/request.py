@@ -443,7 +443,7 @@ class Request:
     def _calls(self, text: str, result: Any) -> list[ToolCall]:
         assert self.tools is not None
         assert self._tokenizer is not None
-        if not self.tools.written.quote:
+        if not self.tools.has_marks(self._tokenizer.split):
             return self.tools.calls(text)
         first = result.prompt_tokens
         tokens = result.tokens[first : first + result.completion_tokens]

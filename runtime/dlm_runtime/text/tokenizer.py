@@ -266,10 +266,8 @@ class Tokenizer:
     def split(self, text: str) -> list[str | AddedToken]:
         """Split a text at the names of added tokens. Raises RequestError."""
         names = sorted((each["content"] for each in self.added_tokens().values()), key=len)
-        if not any(name in text for name in names):
-            return [text]
         pattern = "|".join(re.escape(name) for name in reversed(names) if name in text)
-        parts = re.split(f"({pattern})", text)
+        parts = re.split(f"({pattern})", text) if pattern else [text]
         return [AddedToken(part) if at % 2 else part for at, part in enumerate(parts) if part]
 
     def pieces(self, tokens: Sequence[int]) -> list[str | AddedToken]:
