@@ -240,6 +240,14 @@ def test_names_that_need_quotes_are_refused(name: str) -> None:
         _automaton(Tools.checked([tool], "required", GEMMA, False))
 
 
+@pytest.mark.parametrize("part", [{"token": ""}, {"schema": {}, "quote": ""}, {"token": 3}])
+def test_a_tree_names_tokens(part: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="tree: "):
+        compile_content(
+            Content("tree", json.dumps(part)), vocabulary=BYTES, vocab_size=END + 1, ends=(END,)
+        )
+
+
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:
     tools, _ = _tools("plain")
     with pytest.raises(

@@ -126,7 +126,7 @@ class Tree {
     }
     if (const Value* const name = value.find("token")) {
       value.refuse_unknown({"token"});
-      return expressions_.bytes(kNamed + name->string());
+      return expressions_.bytes(kNamed + name_in(*name));
     }
     if (const Value* const schema = value.find("schema")) {
       value.refuse_unknown({"schema", "level", "name", "quote"});
@@ -136,7 +136,7 @@ class Tree {
         Options options = options_at(value);
         if (quote != nullptr) options.layout = {};
         Texts made = texts_of(expressions_, document, options);
-        if (quote != nullptr) made.node = requoted(expressions_, made.node, quote->string());
+        if (quote != nullptr) made.node = requoted(expressions_, made.node, name_in(*quote));
         return made;
       });
     }
@@ -192,6 +192,12 @@ class Tree {
   Texts texts(Node root) const { return {root, warnings_, size_, is_smallest_}; }
 
  private:
+  // Returns the name of an added token.
+  static const std::string& name_in(const Value& value) {
+    if (value.string().empty()) value.refuse("expected the name of an added token");
+    return value.string();
+  }
+
   Options options_at(const Value& value) const {
     Options options = options_;
     if (const Value* const level = value.find("level"))
