@@ -248,14 +248,16 @@ class Tools:
         at = text.find(before)
         while at >= 0:
             at += len(before)
-            name, brace, _ = text[at:].partition("{")
+            brace = text.find("{", at)
+            if brace < 0:
+                break
             try:
-                arguments, end = _DECODER.raw_decode(text, at + len(name))
+                arguments, end = _DECODER.raw_decode(text, brace)
             except (ValueError, RecursionError):
                 end = at
             else:
-                if brace and text.startswith(after, end):
-                    found += self._named(name, arguments)
+                if text.startswith(after, end):
+                    found += self._named(text[at:brace], arguments)
             at = text.find(before, end)
         return found
 

@@ -77,14 +77,14 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
     Raises RequestError if the bytes of a token depend on more than whether the token is the first.
     """
-    found, added = _read(tokenizer), tokenizer.added_tokens()
+    found = _read(tokenizer)
+    named = {
+        token: NAMED + each["content"].encode()
+        for token, each in tokenizer.added_tokens().items()
+        if each["special"] or each["content"].strip()
+    }
 
     def with_names(texts: tuple[bytes | None, ...]) -> tuple[bytes | None, ...]:
-        named = {
-            token: NAMED + each["content"].encode()
-            for token, each in added.items()
-            if each["special"] or each["content"].strip()
-        }
         return tuple(
             named.get(token) if text is None else None if text != NAMED and NAMED in text else text
             for token, text in enumerate(texts)

@@ -7,6 +7,7 @@ Jinja's immutable sandbox, and can access only messages and tools.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -263,10 +264,15 @@ class Tokenizer:
             self._added = {token["id"]: token for token in found}
         return self._added
 
+    @functools.cached_property
+    def _added_names(self) -> list[str]:
+        """The names of the added tokens, the longest first. Vocabularies may have thousands."""
+        names = (each["content"] for each in self.added_tokens().values())
+        return sorted(names, key=len, reverse=True)
+
     def split(self, text: str) -> list[str | AddedToken]:
         """Split a text at the names of added tokens. Raises RequestError."""
-        names = sorted((each["content"] for each in self.added_tokens().values()), key=len)
-        pattern = "|".join(re.escape(name) for name in reversed(names) if name in text)
+        pattern = "|".join(re.escape(name) for name in self._added_names if name in text)
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return [AddedToken(part) if at % 2 else part for at, part in enumerate(parts) if part]
 

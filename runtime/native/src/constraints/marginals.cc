@@ -285,10 +285,6 @@ void TextSums<Weight>::each_place(const Ways& ways, See see) {
     weigh_place(i);
     for (const Weighed& group : layer_->groups)
       groups_[group.group].weight = group.weight, groups_[group.group].number = weighing_;
-    for (const WeighedClass& each : layer_->classes) {
-      classes_[each.number] = each.sum;
-      classes_[each.number].number = weighing_;
-    }
     restore_ahead(ways, i + 1);
     const std::vector<int32_t>& met = ways.before(i);
     for (size_t from = 0; from < met.size(); ++from)
@@ -329,6 +325,10 @@ Marginal TextSums<Weight>::marginal(int32_t token, bool with_all) {
           group_mass_[group.group] *
           std::exp((place_->token < 0 ? weigh(token) : Weight::one()).ratio(group.weight, slope_));
   if (!with_all) return found;
+  for (const WeighedClass& each : layer_->classes) {
+    classes_[each.number] = each.sum;
+    classes_[each.number].number = weighing_;
+  }
   for (const Weighed& group : layer_->groups)
     for (const int32_t number : automaton_.classes_of(group.group))
       class_mass_[number] += group_mass_[group.group] *
