@@ -185,6 +185,42 @@ def sdar_config(**changes: Any) -> dict[str, Any]:
     return a2d_qwen3_config(**other | {"tie_word_embeddings": False} | changes)
 
 
+def uno_config(architecture: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny autoregressive network, with the keys of the releases.
+
+    Uno bundles have SDAR's class name. Llama and K2-Horizon have the keys of Llama.
+    """
+    if architecture == "SDARForCausalLM":
+        return sdar_config(**changes)
+    own = {"architectures": [architecture], "mask_token_id": None, "tie_word_embeddings": False}
+    if architecture == "Qwen3ForCausalLM":
+        return a2d_qwen3_config(**own | {"model_type": "qwen3"} | changes)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 151,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0}
+        | (yarn if architecture == "K2HorizonForCausalLM" else {"rope_type": "default"}),
+        "use_cache": True,
+        "vocab_size": 160,
+    } | (own | changes)
+
+
 def nemotron_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Nemotron-Labs-Diffusion, with the released keys."""
     return {
@@ -261,7 +297,7 @@ def adapter_tensors(config: dict[str, Any], adapter: dict[str, Any]) -> dict[str
     """Random tensors of an adapter, with the names that PEFT gives them."""
     generator = torch.Generator().manual_seed(config["hidden_size"])
     rank, found = adapter["r"], {}
-    for name, shape in nemotron_shapes(config).items():
+    for name, shape in SHAPES[config["architectures"][0]](config).items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in adapter["target_modules"]:
             continue
@@ -275,10 +311,12 @@ def write_adapter(
     checkpoint: Path,
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor] | None = None,
+    *,
+    name: str = "linear_spec_lora",
     **changes: Any,
 ) -> Path:
-    """Write a LoRA adapter for draft passes into the folder of a checkpoint."""
-    folder, adapter = checkpoint / "linear_spec_lora", adapter_config(**changes)
+    """Write a LoRA adapter for draft passes into the folder ``name`` of a checkpoint."""
+    folder, adapter = checkpoint / name, adapter_config(**changes)
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     tensors = adapter_tensors(config, adapter) if tensors is None else tensors
@@ -865,6 +903,9 @@ SHAPES = {
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,
     "SDARForCausalLM": a2d_qwen3_shapes,
+    "Qwen3ForCausalLM": a2d_qwen3_shapes,
+    "LlamaForCausalLM": lambda config: _qwen_shapes(config, bias=False),
+    "K2HorizonForCausalLM": lambda config: _qwen_shapes(config, bias=False),
     "Qwen2ForCausalLM": dream_shapes,
     "CoDALanguageModel": a2d_qwen3_shapes,
     "A2DQwen2LMHeadModel": dream_shapes,

@@ -1,4 +1,4 @@
-"""Tests of Nemotron-Labs-Diffusion.
+"""Tests of Nemotron-Labs-Diffusion, and of self-speculation in Uno too.
 
 The tests cover parity with transformers' Ministral 3, draft passes, and self-speculation in the
 reference loop and in the native loop.
@@ -6,6 +6,7 @@ reference loop and in the native loop.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import nemotron_config, write_checkpoint
-from denoisers import under_native_loop
+from denoisers import load, under_native_loop
 from safetensors.torch import load_file
 from slow_cases import slow_except
+from test_uno import checkpoint_of as uno_checkpoint
 
 import dlm_runtime
 from dlm_export import families
@@ -110,16 +112,27 @@ def greedy(denoiser: Denoiser, tokens: list[int], new_tokens: int) -> list[int]:
     for _ in range(new_tokens):
         with torch.no_grad():
             logits = denoiser(torch.tensor([canvas]))[0, -1]
-        logits[network.mask_token_id] = -torch.inf
+        logits[network.mask_token_id :][:1] = -torch.inf
         canvas.append(int(logits.argmax()))
         if canvas[-1] in network.eos_token_ids:
             break
     return canvas + [network.eos_token_ids[0]] * (len(tokens) + new_tokens - len(canvas))
 
 
+@pytest.fixture(scope="module", params=["nemotron", "uno"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param == "uno":
+        return uno_checkpoint(folder, "LlamaForCausalLM")
+    return write_checkpoint(folder, nemotron_config())
+
+
+of_nemotron = pytest.mark.parametrize("checkpoint", ["nemotron"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def denoiser(tmp_path_factory: pytest.TempPathFactory) -> Denoiser:
-    return denoiser_of(tmp_path_factory.mktemp("nemotron"), nemotron_config())
+def denoiser(checkpoint: Path) -> Denoiser:
+    return load(checkpoint)
 
 
 def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> None:
@@ -133,11 +146,6 @@ def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> Non
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), nemotron_config())
-
-
-@pytest.fixture(scope="module")
 def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
     path = tmp_path_factory.mktemp("bundle") / "bundle"
     report = build(checkpoint, path)
@@ -145,6 +153,14 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert report.parity.misses == []
     with dlm_runtime.open(path, threads=1) as opened:
         yield opened
+
+
+def presets_of(bundle: Bundle) -> list[str]:
+    """Return the bundle's presets that were made for networks with draft passes."""
+    known = ("self-speculation", "autoregressive", "nemotron-diffusion")
+    found = [preset for preset in known if preset in bundle.manifest["loop"]["presets"]]
+    assert len(found) >= 2
+    return found
 
 
 def random_prompts(count: int) -> list[list[int]]:
@@ -175,7 +191,6 @@ def test_self_speculation_equals_greedy_decoding(
             assert out.acceptance_length is None
 
 
-@pytest.mark.parametrize("preset", ["self-speculation", "autoregressive", "nemotron-diffusion"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -187,10 +202,10 @@ def test_self_speculation_equals_greedy_decoding(
     ids=str,
 )
 def test_the_native_loop_equals_the_reference(
-    bundle: Bundle, denoiser: Denoiser, preset: str, changes: dict[str, Any]
+    bundle: Bundle, denoiser: Denoiser, changes: dict[str, Any]
 ) -> None:
-    policy = PRESETS[preset].with_fields(changes)
-    for tokens in random_prompts(6):
+    policies = [PRESETS[preset].with_fields(changes) for preset in presets_of(bundle)]
+    for policy, tokens in itertools.product(policies, random_prompts(6)):
         seen: list[Canvas] = []
         wanted = reference.generate(denoiser, tokens, policy, 20, on_step=seen.append)
         events = list(bundle.stream(tokens=tokens, max_new_tokens=20, **policy.as_dict()))
@@ -226,7 +241,7 @@ def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
     """Requests with different presets share passes, and equal prompts share cached rows."""
     prompts = random_prompts(6)
     prompts += [prompts[0] * 3, prompts[0] * 3]
-    for preset in ("self-speculation", "nemotron-diffusion"):
+    for preset in presets_of(bundle):
         alone = [bundle.generate(tokens=p, preset=preset, max_new_tokens=20) for p in prompts]
         together = bundle.generate_batch(tokens=prompts, preset=preset, max_new_tokens=20)
         assert [out.tokens for out in together] == [out.tokens for out in alone]
@@ -298,6 +313,7 @@ def test_what_cannot_be_verified_is_refused(bundle: Bundle, changes: str) -> Non
     assert sentence in str(caught.value)
 
 
+@of_nemotron
 def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle: Bundle) -> None:
     with pytest.raises(DlmError, match="needs a prompt of at least one token"):
         bundle.generate(tokens=[], max_new_tokens=8)
@@ -308,17 +324,24 @@ def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle
 
 
 @pytest.mark.parametrize(
-    "changes", [{"shift": 1}, {"visible_block": 4}, {"has_cache": False}], ids=str
+    ("changes", "error"),
+    [
+        ({"shift": 1}, "draft_block and shift 1 need mask_token_id = vocab_size"),
+        ({"visible_block": 4}, "draft_block needs visible_block 1 and has_cache 1"),
+        ({"has_cache": False}, "draft_block needs visible_block 1 and has_cache 1"),
+    ],
+    ids=str,
 )
-def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any]) -> None:
+def test_draft_passes_need_causal_attention_and_a_cache(
+    changes: dict[str, Any], error: str
+) -> None:
     fields = {"visible_block": 1, "has_cache": True, "draft_block": 8} | changes
     info = DenoiserInfo(vocab_size=8, mask_token_id=7, max_canvas_length=64, **fields)
-    with pytest.raises(
-        DlmError, match="draft_block needs visible_block 1, shift 0 and has_cache 1"
-    ):
+    with pytest.raises(DlmError, match=error):
         from_callback(info, lambda _: None)
 
 
+@of_nemotron
 def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
     calls = bundle.manifest["kernels"]["calls"]
     assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]

@@ -88,11 +88,11 @@ class State:
         """Return the undecided positions, bool ``[L]``.
 
         They contain mask tokens. If a block contains random tokens instead, the whole block is
-        undecided.
+        undecided, except the first token of a pass that uses low-rank updates.
         """
         found: np.ndarray = self.canvas == mask_token_id
         if self.draft is not None and not found.any():
-            return np.arange(len(self.canvas)) >= self.draft.start
+            return np.arange(len(self.canvas)) >= self.draft.start + self.draft.is_updated
         return found
 
     @property
@@ -245,10 +245,11 @@ def make_states(
         noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
             then contain random tokens in a random block of the completion. The shares of random
             tokens are ``NOISE_RATIOS``. ``None`` for a denoiser with a mask token.
-        has_drafts: True for a denoiser with draft passes and a mask token. Masked states then
-            contain mask tokens in one block only (see ``mask_draft_block``), and the shares of mask
-            tokens are ``NOISE_RATIOS``. If the share is 1, the draft pass uses low-rank updates, as
-            in self-speculation. ``block_length`` must be at least 2.
+        has_drafts: True for a denoiser whose drafts are verified. Masked states then contain mask
+            tokens in one block only (see ``mask_draft_block``), and the shares of mask tokens are
+            ``NOISE_RATIOS``. If the share is 1, the draft pass uses low-rank updates, as in
+            self-speculation. With ``noise_vocab_size``, the share is always 1, and random tokens
+            replace the mask tokens (see ``noise_draft_block``). ``block_length`` must be at least 2.
 
     Raises:
         CalibrationError: The mix is not valid, a sample contains the mask token, or a sample or a
@@ -314,7 +315,15 @@ def make_states(
                 index = (
                     _next_pass(len(passes), taken, uses, rng) if source == "trajectory" else None
                 )
-                if index is None and noise_vocab_size is not None:
+                if index is None and noise_vocab_size is not None and has_drafts:
+                    canvas, start = noise_draft_block(
+                        whole, noise_vocab_size, block_length, rng, prompt_length
+                    )
+                    ratio = 1 - 1 / (len(canvas) - start)
+                    yield State(
+                        canvas, "masked", ratio, prompt_length, Draft(start, is_updated=True)
+                    )
+                elif index is None and noise_vocab_size is not None:
                     canvas, start, is_noised = noise_block(
                         whole, next(ratios), noise_vocab_size, block_length, rng, prompt_length
                     )
@@ -440,6 +449,23 @@ def noise_block(
     is_noised = mask_share(clean, noise_ratio, -1, rng, start) == -1
     noise = random_tokens(len(clean), vocab_size, (), rng)
     return np.where(is_noised, noise, clean), start, is_noised
+
+
+def noise_draft_block(
+    tokens: np.ndarray,
+    vocab_size: int,
+    block_length: int,
+    rng: np.random.Generator,
+    protected: int = 0,
+    end: int | None = None,
+) -> tuple[np.ndarray, int]:
+    """Replace all tokens of a random block but the first by random tokens, for a causal draft pass.
+
+    ``vocab_size`` is the number of tokens to choose from, with equal probabilities.
+    ``mask_draft_block`` explains the other arguments and the result. Raises ValueError.
+    """
+    masked, start = mask_draft_block(tokens, 1.0, -1, block_length, rng, protected, end)
+    return np.where(masked == -1, random_tokens(len(masked), vocab_size, (), rng), masked), start
 
 
 def mask_draft_block(

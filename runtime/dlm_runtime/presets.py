@@ -141,8 +141,7 @@ def presets_for(
     found = {
         name: policy
         for name, policy in PRESETS.items()
-        if (policy.remask == "noise") == (noise == "uniform")
-        and _suits(policy, visible_block, shift, draft_block)
+        if _suits(policy, visible_block, shift, draft_block, noise)
     }
     if visible_block is None:
         return found
@@ -152,11 +151,17 @@ def presets_for(
     }
 
 
-def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: int | None) -> bool:
+def _suits(
+    policy: Policy, visible_block: int | None, shift: int, draft_block: int | None, noise: str
+) -> bool:
     """Return True if a denoiser supports the policy.
 
     In the native library, ``pass_plan.cc`` checks the same rules.
     """
+    if draft_block is not None and shift:  # an autoregressive network with draft passes
+        return policy.commit == "verify"
+    if (policy.remask == "noise") != (noise == "uniform"):
+        return False
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False
     if draft_block is not None:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config, read_json
 
-DRAFT_ADAPTER = "linear_spec_lora"
-"""Name of the folder in releases of Nemotron-Labs-Diffusion with the adapter for draft passes."""
+DRAFT_ADAPTERS = ("linear_spec_lora", "adapter")
+"""Names of the folders in releases of Nemotron-Labs-Diffusion and of Uno with the adapter for draft
+passes.
+"""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BESIDE = "."
 """Name of an adapter whose files are in the checkpoint's own folder, not in a folder of their own."""

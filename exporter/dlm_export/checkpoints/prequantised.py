@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from dlm_calibration.precision_rounding import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
-from dlm_export.checkpoints.adapters import DRAFT_ADAPTER
+from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS
 from dlm_export.checkpoints.folder import (
     WEIGHT_DTYPES,
     Checkpoint,
@@ -119,7 +119,7 @@ def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
 
 def _algorithm(said: PreQuantised, tensor: str) -> str | None:
     """Return the algorithm that hf_quant_config.json names for a matrix. Adapters have none."""
-    if tensor.startswith(f"{DRAFT_ADAPTER}/"):
+    if tensor.startswith(tuple(f"{name}/" for name in DRAFT_ADAPTERS)):
         return None
     return said.algorithm_of(tensor.removesuffix(".weight"))
 

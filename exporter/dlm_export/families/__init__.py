@@ -14,7 +14,7 @@ import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dlm_export.checkpoints.adapters import BESIDE, DRAFT_ADAPTER, names_of
+from dlm_export.checkpoints.adapters import BESIDE, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families import (
     a2d,
@@ -34,6 +34,7 @@ from dlm_export.families import (
     sdar,
     stable_diffcoder,
     torch_encoder,
+    uno,
     wedlm,
 )
 from dlm_export.families.base import Family, Origin, Overrides
@@ -48,7 +49,14 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
-        *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY, coda.FAMILY),
+        *(
+            sdar.FAMILY,
+            sdar.MIXTURE_FAMILY,
+            uno.FAMILY,
+            fast_dllm_v2.FAMILY,
+            rnd1.FAMILY,
+            coda.FAMILY,
+        ),
         open_dcoder.FAMILY,
         *(stable_diffcoder.FAMILY, wedlm.FAMILY, nemotron_labs_diffusion.FAMILY),
         *(diffusion_gemma.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
@@ -70,7 +78,7 @@ def find(checkpoint: Checkpoint, overrides: Overrides) -> Family:
             f"{checkpoint.path}: --family {reprlib.repr(chosen)} is unknown. Known: {', '.join(FAMILIES)}."
         )
     for family in FAMILIES.values() if chosen is None else (FAMILIES[chosen],):
-        if name in family.architectures:
+        if name in family.architectures and family.claims(checkpoint):
             if family.is_ambiguous and chosen is None:
                 raise CheckpointError(
                     f"{checkpoint.config.path}: {name} is also the architecture of autoregressive models, which cannot be "
@@ -104,7 +112,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks"
         )
     network = replace(network, adapter=overrides.adapter)
-    _check_adapters(checkpoint, network, overrides)
+    _check_adapters(checkpoint, network, overrides, family)
     for layer in network.layers:
         table = rotary_table(layer.attention)
         if table is not None and (table.size % 2 or table.size == 0):
@@ -116,9 +124,11 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     return network
 
 
-def _check_adapters(checkpoint: Checkpoint, network: NetworkSpec, overrides: Overrides) -> None:
+def _check_adapters(
+    checkpoint: Checkpoint, network: NetworkSpec, overrides: Overrides, family: Family
+) -> None:
     """Raise CheckpointError if an adapter would be left out, although the user did not say so."""
-    used = {overrides.adapter, *([DRAFT_ADAPTER] if network.draft_block is not None else [])}
+    used = {overrides.adapter, family.draft_adapter}
     others = [name for name in names_of(checkpoint) if name not in used]
     if others and not overrides.no_adapter:
         where = "files" if others[0] == BESIDE else f"folder {others[0]}"

@@ -173,6 +173,11 @@ class Family:
     Users must then name the family with the option ``--family``.
     """
 
+    draft_adapter: str | None = None
+    """Name of the folder with the adapter that the draft passes of this family use."""
+    claims: Callable[[Checkpoint], bool] = lambda _: True
+    """Returns False for checkpoints of other families with the same architecture."""
+
     def preset_for(self, network: NetworkSpec) -> str:
         """Return the default preset for a network of this family."""
         return (

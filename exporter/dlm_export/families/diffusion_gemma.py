@@ -17,7 +17,7 @@ from typing import Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
-from dlm_export.families.reading import end_and_pad_tokens
+from dlm_export.families.reading import unmasked_tokens
 from dlm_export.families.trunks import TRUNK
 from dlm_export.network.rope_scaling import Linear
 from dlm_export.network.spec import (
@@ -61,11 +61,6 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("attention_k_eq_v", True)
     # With "vision", only the tokens of an image attend to each other in both directions.
     config.require("use_bidirectional_attention", "vision")
-    if overrides.mask_token_id is not None:
-        raise CheckpointError(
-            f"{outer.path}: --mask-token-id: {ARCHITECTURE} has no mask token, because its canvas starts with random "
-            "tokens. Omit the option."
-        )
     vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")
     norm_eps = config.number("rms_norm_eps", 1e-6)
     block = outer.integer("canvas_length", _CANVAS, instead=overrides.attention_block)
@@ -91,7 +86,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
         for attention in attentions
     )
-    eos, pad = end_and_pad_tokens(checkpoint, config, vocab_size)
+    tokens = unmasked_tokens(checkpoint, config, vocab_size, overrides)
     return NetworkSpec(
         family=NAME,
         architecture=ARCHITECTURE,
@@ -104,9 +99,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             "max_position_embeddings", instead=overrides.max_canvas_length
         ),
         shift=0,
-        mask_token_id=vocab_size,
-        eos_token_ids=eos,
-        pad_token_id=pad,
+        mask_token_id=tokens.mask,
+        eos_token_ids=tokens.eos,
+        pad_token_id=tokens.pad,
         noise="uniform",
         embedding=EmbeddingSpec(scale=hidden_size**0.5),
         head=HeadSpec(softcap=config.number("final_logit_softcapping", _SOFTCAP)),

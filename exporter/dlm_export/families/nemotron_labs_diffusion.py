@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dlm_export.checkpoints.adapters import DRAFT_ADAPTER
+from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Origin, Overrides
 from dlm_export.families.draft_updates import origins_with_updates, with_updates
@@ -19,6 +19,7 @@ from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
+ADAPTER, _ = DRAFT_ADAPTERS
 OF_TRAINING = ("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio")
 """Config keys that are used in training only."""
 
@@ -41,16 +42,16 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         qkv_bias=False,
         qk_norm=False,
         block_length=block_length(checkpoint, "block_size", overrides),
-        has_drafts=True,
+        visibility="draft",
     )
     if overrides.no_adapter:
         return network
-    return with_updates(network, LAYOUT, checkpoint, DRAFT_ADAPTER)
+    return with_updates(network, LAYOUT, checkpoint, ADAPTER)
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     """Return the tensors of each parameter, and of the adapter. Raises CheckpointError."""
-    return origins_with_updates(network, LAYOUT, checkpoint, DRAFT_ADAPTER)
+    return origins_with_updates(network, LAYOUT, checkpoint, ADAPTER)
 
 
 LAYOUT = replace(
@@ -68,4 +69,5 @@ FAMILY = Family(
     "self-speculation",
     read_network,
     origins,
+    draft_adapter=ADAPTER,
 )

@@ -47,6 +47,23 @@ def special_tokens(
     return SpecialTokens(mask, eos, pad)
 
 
+def unmasked_tokens(
+    checkpoint: Checkpoint, config: Config, vocab_size: int, overrides: Overrides
+) -> SpecialTokens:
+    """Find the IDs of the special tokens of a network without a mask token.
+
+    The ID of the mask token is then ``vocab_size``, which is not a token. ``config`` is config.json,
+    or the part of config.json that describes the network. Raises CheckpointError.
+    """
+    if overrides.mask_token_id is not None:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: --mask-token-id: this network has no mask token, because it starts from random "
+            "tokens. Omit the option."
+        )
+    eos, pad = end_and_pad_tokens(checkpoint, config, vocab_size)
+    return SpecialTokens(vocab_size, eos, pad)
+
+
 def _mask_token(checkpoint: Checkpoint, overrides: Overrides, mask_text: str | None) -> int:
     mask: int | None = overrides.mask_token_id
     if mask is None:

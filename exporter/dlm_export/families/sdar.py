@@ -7,20 +7,16 @@ release's config.json does not contain the block length, the user must pass ``--
 
 from __future__ import annotations
 
-from dlm_export.checkpoints.adapters import names_of
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families import uno
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import MIXTURE, TRUNK, mixture_network, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-UNO_ADAPTER = "adapter"
-"""Name of the folder in a Uno bundle with the LoRA adapter for draft passes."""
-
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released SDAR config.json. Raises CheckpointError."""
-    _refuse_causal(checkpoint)
     checkpoint.config.require("attention_bias", False)
     checkpoint.config.get("fuse_cross_entropy")  # used in training only
     block = block_length(checkpoint, "block_size", overrides)
@@ -29,29 +25,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
 
 
-def _refuse_causal(checkpoint: Checkpoint) -> None:
-    """Reject I-DLM and Uno bundles. They have SDAR's class name, but causal attention.
-
-    A Uno bundle's config.json lacks the key, because its class has causal attention by default.
-    Raises CheckpointError.
-    """
-    config, has_adapter = checkpoint.config, UNO_ADAPTER in names_of(checkpoint)
-    if not config.flag("use_regular_causal", has_adapter):
-        return
-    found = (
-        "use_regular_causal is true"
-        if config.get("use_regular_causal")
-        else f"there is a folder {UNO_ADAPTER}, and use_regular_causal is not false"
-    )
-    raise CheckpointError(
-        f"{config.path}: {found}, so this is I-DLM or a Uno bundle. Their attention is causal, which is not supported for "
-        "SDAR's architectures."
-    )
-
-
 def read_mixture(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released SDAR-MoE config.json. Raises CheckpointError."""
-    _refuse_causal(checkpoint)
+    uno.refuse_causal(checkpoint)
     checkpoint.config.get("fuse_cross_entropy")  # used in training only
     return mixture_network(
         checkpoint,
@@ -69,6 +45,7 @@ FAMILY = Family(
     read_network,
     TRUNK.origins,
     "Qwen3ForCausalLM",
+    claims=lambda checkpoint: not uno.is_causal(checkpoint),
 )
 MIXTURE_FAMILY = Family(
     "sdar-moe",

@@ -13,7 +13,7 @@ import numpy as np
 from dlm_calibration.precision_rounding import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.adapters import (
-    DRAFT_ADAPTER,
+    DRAFT_ADAPTERS,
     WITHOUT,
     names_of,
     read_adapter,
@@ -172,7 +172,7 @@ class Tensors:
             if name not in expected or tensors[name].dtype not in WEIGHT_DTYPES
         ]
         if problems:
-            of_adapter = any(f"{DRAFT_ADAPTER}/" in problem for problem in problems)
+            of_adapter = any(f"{DRAFT_ADAPTERS[0]}/" in problem for problem in problems)
             hint = f". {WITHOUT}" if of_adapter else ""
             raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}{hint}")
         self._note(cache)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Layout, Overrides
-from dlm_export.families.reading import read_heads, special_tokens
+from dlm_export.families.reading import read_heads, special_tokens, unmasked_tokens
 from dlm_export.families.rope_config import read_rope
 from dlm_export.network.spec import (
     AttentionSpec,
@@ -64,25 +64,25 @@ def trunk_network(
     qkv_bias: bool,
     qk_norm: bool,
     block_length: int | None = None,
-    has_drafts: bool = False,
-    has_masks_last: bool = False,
+    visibility: str | None = None,
     shift: int = 0,
     longest: int | None = None,
     mask_text: str | None = None,
+    noise: str = "absorbing",
 ) -> NetworkSpec:
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
-    If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, the network has
-    draft passes, and config.json also uses the keys of transformers' Ministral 3. If training used
+    The docstring of ``AttentionSpec`` explains ``visibility``. By default, attention is
+    block-causal, or full if ``block_length`` is ``None``. With visibility ``draft``, config.json also
+    uses the keys of transformers' Ministral 3. If training used
     shorter canvases than config.json allows, ``longest`` is the length of these canvases.
-    If ``has_masks_last`` is true, attention has the visibility ``masks-last`` (see
-    ``AttentionSpec``). The docstring of ``special_tokens`` explains ``mask_text``. Raises
-    CheckpointError.
+    The docstring of ``special_tokens`` explains ``mask_text``, and that of ``NetworkSpec`` explains
+    ``noise``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
     layer = LayerSpec(
-        _attention(config, qkv_bias, qk_norm, block_length, has_drafts, has_masks_last),
+        _attention(config, qkv_bias, qk_norm, block_length, visibility),
         MlpSpec(config.integer("intermediate_size")),
         norm_eps,
     )
@@ -96,6 +96,7 @@ def trunk_network(
         shift=shift,
         longest=longest,
         mask_text=mask_text,
+        noise=noise,
     )
 
 
@@ -109,15 +110,19 @@ def network_of(
     shift: int = 0,
     longest: int | None = None,
     mask_text: str | None = None,
+    noise: str = "absorbing",
 ) -> NetworkSpec:
     """Return the network that consists of ``layers``. Reads all other values from config.json.
 
-    The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
+    The docstring of ``trunk_network`` explains ``longest``, ``mask_text`` and ``noise``. Raises
     CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")
-    tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
+    if noise == "uniform":
+        tokens = unmasked_tokens(checkpoint, config, vocab_size, overrides)
+    else:
+        tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
     positions = config.integer(
         "max_position_embeddings", default=longest or overrides.max_canvas_length
     )
@@ -134,6 +139,7 @@ def network_of(
         mask_token_id=tokens.mask,
         eos_token_ids=tokens.eos,
         pad_token_id=tokens.pad,
+        noise=noise,
     )
 
 
@@ -190,8 +196,7 @@ def _attention(
     qkv_bias: bool,
     qk_norm: bool,
     block_length: int | None,
-    has_drafts: bool,
-    has_masks_last: bool,
+    visibility: str | None,
 ) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
@@ -207,10 +212,8 @@ def _attention(
             f"{config.path}: layer_types other than full_attention are not supported: {found}"
         )
     heads = read_heads(config, head_size_key="head_dim")
-    visibility = "draft" if has_drafts else "full" if block_length is None else "block"
-    if has_masks_last:
-        visibility = "masks-last"
-    rope = read_rope(config, has_query_scale=has_drafts)
+    visibility = visibility or ("full" if block_length is None else "block")
+    rope = read_rope(config, has_query_scale=visibility == "draft")
     return AttentionSpec(
         *heads,
         rope,

@@ -26,7 +26,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         # In the released WeDLMConfig, attention_bias is true and qk_norm is false by default.
         qkv_bias=config.flag("attention_bias", default=True),
         qk_norm=config.flag("qk_norm"),
-        has_masks_last=True,
+        visibility="masks-last",
     )
 
 

@@ -408,7 +408,8 @@ def _seen(
 
     Returns a part of the function's name, the graph's position ids, and the function's attributes.
     ``positions`` are the positions that the rotation uses. In a network with draft passes, these
-    are the position ids modulo ``longest``. In other networks, these are the position ids. The
+    are the position ids modulo ``longest``. In other networks, these are the position ids. Causal
+    draft passes have the attention mask of causal attention, with ``positions``. The
     function knows the attention masks of block-causal attention, of windows and of draft passes.
     Raises _Unlike for all other masks.
     """

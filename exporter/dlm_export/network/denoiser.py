@@ -133,12 +133,15 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
-def move_masks(network: NetworkSpec, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Return the position ids that attention uses, ``[B, T]``.
+def places_of(network: NetworkSpec, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the position ids that attention masks depend on, ``[B, T]``.
 
     With visibility ``masks-last``, the length of the longest canvas is added to the position ids of
-    mask tokens, so that decided tokens do not attend to mask tokens.
+    mask tokens, so that decided tokens do not attend to mask tokens. With causal drafts, attention
+    does not depend on whether a token belongs to a draft pass.
     """
+    if network.has_causal_drafts:
+        return position_ids % network.max_canvas_length
     if not network.has_masks_last:
         return position_ids
     is_mask = (input_ids == network.mask_token_id).to(position_ids.dtype)
@@ -157,12 +160,13 @@ def hiding(
     outside the window may be missing. The mask does not contain minus infinity, because the softmax
     of a tile with only minus infinity would be NaN in some kernels.
 
-    ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` or ``2 * longest``
-    is added to the position ids (see ``Span.ids``). With visibility ``draft``, the tokens of a draft
-    pass attend to each other.
+    ``position_ids`` are the result of ``places_of``. ``longest`` is the length of the longest canvas.
+    With visibility ``draft``, the tokens of a draft pass attend to each other. ``longest`` or ``2 *
+    longest`` is added to their position ids (see ``Span.ids``).
     """
     block_length, window = attention.visible_block, attention.window
-    if window is not None and attention.draft_block is not None:
+    has_drafts = attention.visibility == "draft"
+    if window is not None and has_drafts:
         is_draft, places = position_ids >= longest, position_ids % longest
         # In a draft pass, measure the distances of all queries from the first position of the pass.
         begin = places.amin(1, keepdim=True)
@@ -180,7 +184,7 @@ def hiding(
         # first position of each position's block
         starts = (
             position_ids - position_ids % block_length
-            if attention.draft_block is None
+            if not has_drafts
             # all tokens of a draft pass form one block
             else torch.where(position_ids < longest, position_ids, longest)
         )
@@ -198,21 +202,28 @@ def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None, int | Non
 
 
 def turns_of(
-    network: NetworkSpec, layers: Sequence[LayerSpec], tables: Sequence[Rotary], ids: Tensor
+    network: NetworkSpec,
+    layers: Sequence[LayerSpec],
+    tables: Sequence[Rotary],
+    position_ids: Tensor,
+    places: Tensor,
 ) -> list[Turn | None]:
-    """Return the rotary embedding of each layer for a pass at the positions ``ids`` ``[B, T]``.
+    """Return the rotary embedding of each layer for a pass.
 
-    ``tables`` are the modules of ``network.rotary_tables()``. An entry of the result is ``None`` if
-    the attention of the layer does not depend on positions.
+    The pass has the position ids ``position_ids`` ``[B, T]``, and ``places`` is the result of
+    ``places_of``. ``tables`` are the modules of ``network.rotary_tables()``. An entry of the result
+    is ``None`` if the attention of the layer does not depend on positions.
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
-    is_draft = is_updated = None
+    is_draft, is_updated, ids = None, None, places
     if network.draft_block is not None:
+        is_causal = network.has_causal_drafts
         if network.has_draft_updates:
-            is_updated = (ids >= 2 * longest).unsqueeze(-1)
+            is_updated = (position_ids >= (1 if is_causal else 2) * longest).unsqueeze(-1)
         if any(layer.has_scalar for layer in network.layers):
-            is_draft = (ids >= longest).unsqueeze(-1)
-        ids = ids % longest
+            is_draft = (position_ids >= longest).unsqueeze(-1)
+        if not is_causal:
+            ids = position_ids % longest
     scales: dict[QueryScale, Tensor] = {}
     found: list[Turn | None] = []
     for layer in layers:
@@ -578,15 +589,16 @@ class Denoiser(nn.Module):
         ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
-        position_ids = move_masks(self.network, input_ids, position_ids)
-        turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
+        places = places_of(self.network, input_ids, position_ids)
+        tables: list[Rotary] = list(self.rotary)  # type: ignore[arg-type]
+        turns = turns_of(self.network, self.network.layers, tables, position_ids, places)
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
         hidden: dict[Hashable, Tensor | None] = {}
         for i, layer in enumerate(self.network.layers):
             rule, longest = rule_of(layer.attention), self.network.max_canvas_length
             if rule not in hidden:
                 cached = 0 if past is None else past[i][0].shape[2]
-                hidden[rule] = hiding(layer.attention, position_ids, cached, dtype, longest)
+                hidden[rule] = hiding(layer.attention, places, cached, dtype, longest)
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             x, present = block(

@@ -73,7 +73,8 @@ class AttentionSpec:
       the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
       ``causal`` means the keys up to the query's position. ``draft`` means the same as ``causal``,
       except that a query of a draft pass attends to all keys. In training, a draft pass computed
-      ``block_length`` tokens. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
+      ``block_length`` tokens. ``causal`` attention with a ``block_length`` has draft passes too, but
+      they are causal. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
       means causal attention in a sequence that starts with all decided tokens, and ends with all
       mask tokens. Decided tokens therefore do not attend to mask tokens, and a mask token attends
       to all decided tokens.
@@ -108,9 +109,9 @@ class AttentionSpec:
             raise ValueError(
                 f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
             )
-        if self.visibility not in VISIBILITIES or (self.visibility in ("block", "draft")) != (
-            self.block_length is not None
-        ):
+        is_known, has_block = self.visibility in VISIBILITIES, self.block_length is not None
+        needs_block = self.visibility in ("block", "draft")
+        if not is_known or (needs_block != has_block and self.visibility != "causal"):
             raise ValueError(
                 f"visibility {self.visibility} does not allow a block_length of {self.block_length}"
             )
@@ -146,7 +147,12 @@ class AttentionSpec:
     @property
     def draft_block(self) -> int | None:
         """Number of tokens of a draft pass in training. ``None`` if there are no draft passes."""
-        return self.block_length if self.visibility == "draft" else None
+        return None if self.visibility == "block" else self.block_length
+
+    @property
+    def has_causal_drafts(self) -> bool:
+        """True if there are draft passes, and they are causal."""
+        return self.visibility == "causal" and self.block_length is not None
 
 
 @dataclass(frozen=True)
@@ -266,7 +272,7 @@ class LayerSpec:
 
     ``draft_updates`` are the low-rank updates of the layer's matrices. Only a draft pass whose
     tokens a causal pass then verifies uses them. In all other passes, the matrices have their own
-    weights.
+    weights. If draft passes are causal, the first token of a draft pass does not use the updates.
     """
 
     attention: AttentionSpec
@@ -282,8 +288,8 @@ class LayerSpec:
         roles = [update.role for update in self.draft_updates]
         if not roles:
             return
-        if self.attention.visibility != "draft":
-            raise ValueError("updates for draft passes need visibility draft")
+        if self.attention.draft_block is None:
+            raise ValueError("updates for draft passes need draft passes")
         known = {"q", "k", "out"} | ({"v"} if self.attention.has_values else set())
         if isinstance(self.mlp, MlpSpec):
             known |= {"up", "down"} | ({"gate"} if self.mlp.is_gated else set())

@@ -37,7 +37,7 @@ from dlm_export.network.denoiser import (
     check_built,
     counted,
     hiding,
-    move_masks,
+    places_of,
     turns_of,
 )
 from dlm_export.network.experts import Stacked
@@ -223,7 +223,7 @@ class Layered:
         found = torch.arange(length, device=self.device)
         if batch.draft_start is not None:
             span = Span(batch.draft_start, length, "drop", True, batch.is_updated)
-            drafted = torch.arange(*span.ids(self.network), device=self.device)
+            drafted = torch.from_numpy(span.ids(self.network)).to(self.device)
             found = torch.cat((found[: batch.draft_start], drafted))
         return found.expand_as(batch.ids)
 
@@ -233,10 +233,11 @@ class Layered:
         The arguments are the rotation and the additive attention mask. There is no cache.
         """
         positions = self.positions(batch)
-        positions = move_masks(self.network, batch.ids.to(self.device), positions)
-        if batch.draft_start:
-            return self._turn(i, positions), self._drafting(i, positions, batch.draft_start), None
-        return self._turn(i, positions), self._hiding(i, positions, None), None
+        places = places_of(self.network, batch.ids.to(self.device), positions)
+        turn = self._turn(i, positions, places)
+        if batch.draft_start and not self.network.has_causal_drafts:
+            return turn, self._drafting(i, places, batch.draft_start), None
+        return turn, self._hiding(i, places, None), None
 
     def _drafting(self, i: int, positions: Tensor, start: int) -> Tensor:
         """Return the attention mask of a causal pass and the draft pass after it, as one mask.
@@ -256,37 +257,35 @@ class Layered:
         self,
         i: int,
         ids: Sequence[Tensor],
-        spans: Sequence[tuple[int, int]],
+        positions: Sequence[np.ndarray],
         past: Sequence[Past | None],
     ) -> tuple[Turn | None, None, Packed]:
         """Return all arguments of layer ``i`` except the hidden states, for several passes.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. The other
-        arguments have one entry per pass: ``ids`` contains the tokens ``[T]``, ``spans`` the
-        positions ``(first, end)``, and ``past`` the cached keys and values.
+        arguments have one entry per pass: ``ids`` contains the tokens ``[T]``, ``positions`` the
+        position ids ``[T]``, and ``past`` the cached keys and values.
         """
-        positions = [
-            move_masks(
-                self.network,
-                own.to(self.device).unsqueeze(0),
-                torch.arange(first, last, device=self.device).unsqueeze(0),
-            )
-            for own, (first, last) in zip(ids, spans, strict=True)
+        given = [torch.from_numpy(own).to(self.device).unsqueeze(0) for own in positions]
+        places = [
+            places_of(self.network, own.to(self.device).unsqueeze(0), there)
+            for own, there in zip(ids, given, strict=True)
         ]
         passes, start = [], 0
-        for there, cached in zip(positions, past, strict=True):
+        for there, cached in zip(places, past, strict=True):
             tokens = slice(start, start + there.shape[1])
             passes.append((tokens, self._hiding(i, there, cached), cached))
             start = tokens.stop
-        return self._turn(i, torch.cat(positions, 1)), None, Packed(passes)
+        return self._turn(i, torch.cat(given, 1), torch.cat(places, 1)), None, Packed(passes)
 
-    def _turn(self, i: int, positions: Tensor) -> Turn | None:
-        return turns_of(self.network, self.network.layers[i : i + 1], self._rotary, positions)[0]
+    def _turn(self, i: int, positions: Tensor, places: Tensor) -> Turn | None:
+        layers = self.network.layers[i : i + 1]
+        return turns_of(self.network, layers, self._rotary, positions, places)[0]
 
-    def _hiding(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
+    def _hiding(self, i: int, places: Tensor, past: Past | None) -> Tensor | None:
         cached = 0 if past is None else past[0].shape[2]
         attention, longest = self.network.layers[i].attention, self.network.max_canvas_length
-        return hiding(attention, positions, cached, self.dtype, longest)
+        return hiding(attention, places, cached, self.dtype, longest)
 
     def end(self) -> nn.Module:
         """Return a module for the final norm and the transform before the head, if there are any."""

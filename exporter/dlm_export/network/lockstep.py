@@ -159,13 +159,13 @@ def _make_passes(
     step: Sequence[Course],
 ) -> None:
     """Run the next pass of every request, and commit tokens."""
-    spans = [course.span.ids(layered.network) for course in step if course.span is not None]
+    places = [course.span.ids(layered.network) for course in step if course.span is not None]
     ids = [
         torch.from_numpy(c.run.tokens[c.span.first : c.span.last])
         for c in step
         if c.span is not None
     ]
-    positions = torch.cat([torch.arange(first, last) for first, last in spans])
+    positions = torch.from_numpy(np.concatenate(places))
     conditioning = None
     if layered.network.conditioning is not None:
         parts = [
@@ -178,7 +178,7 @@ def _make_passes(
     x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0), conditioning)
     for i in range(len(layered.network.layers)):
         block = layered.block(i) if held is None else held[i]
-        x, present = block(x, *layered.packed(i, ids, spans, [course.past(i) for course in step]))
+        x, present = block(x, *layered.packed(i, ids, places, [course.past(i) for course in step]))
         new = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
         for course, keys, values in zip(step, *new, strict=True):
             course.keep(i, keys, values)

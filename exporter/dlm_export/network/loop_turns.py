@@ -268,7 +268,8 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
     last. The draft pass predicts a token for each of these positions. It uses the network's low-rank
-    updates for draft passes, if there are any. The causal pass stores the
+    updates for draft passes, if there are any. With ``shift`` 1, it has one row fewer, because each
+    row predicts the next position. The causal pass stores the
     rows, and predicts the token after each row. The caller decides the positions whose predicted
     tokens equal the drafted tokens, up to and including the first position where the tokens differ.
     The next block starts after these positions.
@@ -291,7 +292,8 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
         rows = Span(start - 1, end - 1, "append")
         if end - start > 1:
             drafts = np.arange(start, end - 1)
-            drafting = replace(rows, kept="drop", is_draft=True, is_updated=True)
+            kept = "append" if looped.shift else "drop"
+            drafting = Span(rows.first, rows.last - looped.shift, kept, True, True)
             yield Turn(start, end, 0, 0, drafting, drafts, len(drafts))
         drafted = np.append(tokens[start : end - 1], -1)
         positions = np.arange(start, end)

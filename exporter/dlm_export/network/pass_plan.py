@@ -56,10 +56,10 @@ class Span:
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
 
-    If ``is_draft`` is true, the pass is a draft pass, in which all rows attend to each other. Only
-    networks with a ``draft_block`` have draft passes. Their other passes are causal. If
-    ``is_updated`` is true, the pass uses the network's low-rank updates for draft passes, if there
-    are any.
+    If ``is_draft`` is true, the pass is a draft pass. Only networks with a ``draft_block`` have draft
+    passes. All rows of a draft pass attend to each other, unless the network has causal drafts. All
+    other passes are causal. If ``is_updated`` is true, the pass uses the network's low-rank updates
+    for draft passes, if there are any.
     """
 
     first: int
@@ -68,15 +68,17 @@ class Span:
     is_draft: bool = False
     is_updated: bool = False
 
-    def ids(self, network: NetworkSpec) -> tuple[int, int]:
-        """Return the range of the pass's position ids: the first id, and the last id plus 1.
+    def ids(self, network: NetworkSpec) -> np.ndarray:
+        """Return the position ids of the pass, int64 ``[T]``.
 
         The length of the longest canvas is added to the position ids of a draft pass. If the pass
-        uses low-rank updates, this length is added twice.
+        uses low-rank updates, this length is added twice. With causal drafts, it is added once, to
+        all position ids but the first.
         """
-        is_updated = self.is_updated and network.has_draft_updates
-        start = (self.is_draft + is_updated) * network.max_canvas_length
-        return start + self.first, start + self.last
+        is_causal, found = network.has_causal_drafts, np.arange(self.first, self.last)
+        is_updated = self.is_updated and network.has_draft_updates and not is_causal
+        found[int(is_causal) :] += (self.is_draft + is_updated) * network.max_canvas_length
+        return found
 
     @property
     def is_stored(self) -> bool:
@@ -115,10 +117,10 @@ class Stage:
 def shift_of(looped: Looped, *, is_draft: bool) -> int:
     """Return the distance between a position and the row that predicts it, in one pass.
 
-    In a network with draft passes, a row of a draft pass predicts its own position, and a row of
-    any other pass predicts the next position. ``is_draft`` is true for draft passes.
+    In a network with draft passes, all passes but draft passes predict the next position.
+    ``is_draft`` is true for draft passes.
     """
-    return looped.shift if looped.draft_block is None else int(not is_draft)
+    return looped.shift if looped.draft_block is None or is_draft else 1
 
 
 def block_length_of(

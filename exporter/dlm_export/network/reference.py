@@ -50,9 +50,8 @@ def outside(past: Past | None, span: Span) -> Past | None:
     """
     if past is None:
         return None
-    keys, values = (
-        torch.cat((rows[:, :, : span.first], rows[:, :, span.last :]), 2) for rows in past
-    )
+    last = past[0].shape[2] if span.kept == "append" else span.last
+    keys, values = (torch.cat((rows[:, :, : span.first], rows[:, :, last:]), 2) for rows in past)
     return (keys, values) if keys.shape[2] else None
 
 
@@ -134,17 +133,23 @@ class Run:
         self.turn = turn
         if self.policy.remask == "noise" and turn.step == 0 and len(turn.positions):
             self._write_noise(0)
+        if turn.span.is_draft and self.network.has_causal_drafts:
+            self._write_random(0)
         return turn.span
+
+    def _write_random(self, step: int) -> None:
+        network, positions = self.network, self.turn.positions
+        self.tokens[positions] = random_tokens(
+            self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
+        )
 
     def _write_noise(self, step: int) -> None:
         """Write the random tokens of pass ``step`` over the block to the turn's positions.
 
         Positions with only one possible token get this token.
         """
-        network, positions = self.network, self.turn.positions
-        self.tokens[positions] = random_tokens(
-            self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
-        )
+        positions = self.turn.positions
+        self._write_random(step)
         self.is_noised[positions] = True
         first, last = int(positions[0]), int(positions[-1]) + 1
         certain, tokens = self.proposer.scaffold(self.canvas, first, last)
@@ -342,7 +347,7 @@ class _Passes:
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)
-        positions = torch.arange(*span.ids(self.denoiser.network), device=device)
+        positions = torch.from_numpy(span.ids(self.denoiser.network)).to(device)
         hidden, presents = self.denoiser.hidden(
             ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype, conditioning
         )

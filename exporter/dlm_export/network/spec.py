@@ -280,9 +280,9 @@ class NetworkSpec:
     def is_verifying(self) -> bool:
         """True if the denoiser can verify drafts in causal passes (self-speculation).
 
-        Such a denoiser has draft passes and a mask token.
+        Such a denoiser has draft passes and a mask token, or causal draft passes.
         """
-        return self.draft_block is not None and self.has_mask_token
+        return self.draft_block is not None and (self.has_mask_token or self.has_causal_drafts)
 
     @property
     def end_token_id(self) -> int | None:
@@ -625,10 +625,19 @@ class NetworkSpec:
     def draft_block(self) -> int | None:
         """Number of tokens of a draft pass in training. ``None`` if the network has no draft passes.
 
-        A network has draft passes if every layer has visibility ``draft``.
+        All layers have the same kind of draft passes.
         """
         drafts = {layer.attention.draft_block for layer in self.layers}
         return drafts.pop() if len(drafts) == 1 else None
+
+    @property
+    def has_causal_drafts(self) -> bool:
+        """True if the network is autoregressive, with causal draft passes (Uno, arXiv:2609.04010).
+
+        The first token of a draft pass is the last decided token. All others are random tokens, and
+        use the network's low-rank updates. Each row of any pass predicts the next position.
+        """
+        return all(layer.attention.has_causal_drafts for layer in self.layers)
 
     @property
     def has_masks_last(self) -> bool:

@@ -47,7 +47,7 @@ class Walked:
         ]
         self._states = [
             [
-                layered.embed(ids, torch.arange(*s.span.ids(layered.network))).cpu()
+                layered.embed(ids, torch.from_numpy(s.span.ids(layered.network))).cpu()
                 for s, ids in zip(walk, of_walk, strict=True)
             ]
             for walk, of_walk in zip(walks, self._ids, strict=True)
@@ -74,9 +74,9 @@ class Walked:
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
             ids = [self._ids[walk][number] for walk, number in batch]
-            spans = [step.span.ids(self.layered.network) for step in steps]
+            positions = [step.span.ids(self.layered.network) for step in steps]
             out, (keys, values) = block(
-                x.unsqueeze(0), *self.layered.packed(i, ids, spans, past), self._cache_dtype
+                x.unsqueeze(0), *self.layered.packed(i, ids, positions, past), self._cache_dtype
             )
             start = 0
             for walk, number in batch:

@@ -75,6 +75,8 @@ def default_policy(network: NetworkSpec) -> Policy:
     """Return the policy for plans that name no preset. The policy uses a cache."""
     if network.visible_block is None:
         return Policy(cache="dual")
+    if network.has_causal_drafts:
+        return PRESETS["self-speculation"]
     if network.noise == "uniform":
         return PRESETS["diffusion-gemma"]
     return Policy(cache="block", block_length=network.draft_block or network.visible_block)

@@ -119,7 +119,9 @@ def threshold_preset(
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     # ``presets`` contains "fast-dllm-v2" only if this preset supports the network's block length.
-    if name is None and network.draft_block is not None:
+    if name is None and network.has_causal_drafts:
+        chosen = "self-speculation"
+    elif name is None and network.draft_block is not None:
         chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"

@@ -117,7 +117,12 @@ typedef struct dlm_denoiser {
                           row of a draft pass sees all rows of the pass and predicts its own
                           position. In all other passes, a row sees no later positions and predicts
                           the next position. n is the number of rows that draft passes had during
-                          training. draft_block needs visible_block 1, shift 0 and a cache */
+                          training. draft_block needs visible_block 1 and a cache.
+                          With shift 1, the denoiser is autoregressive: in draft passes too, a row
+                          sees no later positions and predicts the next position. The first row of
+                          a draft pass is the last decided token. All other rows are random tokens.
+                          In this case, mask_token_id must be V, and policies need commit
+                          "verify" */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
                                 pass returns C numbers for each scored row, and the next draft pass
                                 over the same block reads them. In this case, mask_token_id must be
@@ -141,7 +146,8 @@ typedef struct dlm_pass {
                                   present_keys and present_values */
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas; in a draft pass,
-                                  max_canvas_length is added to the positions */
+                                  max_canvas_length is added to the positions. With shift 1, it is
+                                  added to the positions of random tokens only */
   const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */

@@ -41,10 +41,12 @@ class Effort:
     def has_texts(self, network: NetworkSpec) -> bool:
         """Return True if the comparison generates texts.
 
-        The loop of a denoiser without a mask token makes dozens of passes per block, and its bundle
-        needs memory for two graphs. It generates texts only with the effort ``full``.
+        The loop of a denoiser whose blocks start from random tokens makes dozens of passes per
+        block, and its bundle needs memory for two graphs. It generates texts only with the effort
+        ``full``.
         """
-        return network.has_mask_token or self.name == "full"
+        is_slow = not network.has_mask_token and not network.has_causal_drafts
+        return not is_slow or self.name == "full"
 
     def chosen(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples to judge on: the first ones."""

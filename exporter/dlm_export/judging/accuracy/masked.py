@@ -22,6 +22,7 @@ from dlm_calibration.states import (
     mask_draft_block,
     mask_share,
     noise_block,
+    noise_draft_block,
     pad_to_blocks,
 )
 from dlm_export.judging.sides.side import DraftPass, JudgeError, Side, View, finite_logits
@@ -199,6 +200,12 @@ def _speculated(
         *((i, MASK_RATIOS[i]) for i in indices),
         (-1, 1.0),
     ]  # the drafts of self-speculation come last
+    if not side.has_mask_token:
+        noised, first = noise_draft_block(canvas, side.vocab_size, block_length, rng, start, end)
+        positions = np.arange(first + 1, min(len(noised), end))
+        draft, truth = DraftPass(first, is_updated=True), canvas[positions]
+        yield MaskedCanvas(number, -1, noised, positions, truth, 0.0, draft, "draft")
+        ratios = []
     for index, mask_ratio in ratios:
         masked, first = mask_draft_block(
             canvas, mask_ratio, side.mask_token_id, block_length, rng, start, end

@@ -60,7 +60,7 @@ class DraftPasses:
             found = self._run(names, canvas[:start], positions, positions[-1:], past, temperature)
             past = dict(zip(past, found, strict=True))
         span = Span(start, len(canvas), "drop", is_draft=True, is_updated=draft.is_updated)
-        block, positions = canvas[start:], np.arange(*span.ids(self._network))
+        block, positions = canvas[start:], span.ids(self._network)
         read = None
         if self._network.conditioning is not None:
             every = np.arange(len(block))

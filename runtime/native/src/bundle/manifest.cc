@@ -274,10 +274,12 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   const int32_t lowest = is_uniform ? out.vocab_size : 0;
   out.mask_token_id = read_size(loop, "mask_token_id", lowest, out.vocab_size - !is_uniform);
   if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");
+  if (!is_uniform && out.has_causal_drafts())
+    loop.at("draft_block").refuse("with shift 1 needs noise \"uniform\"");
   const json::Value* const size = loop.find("conditioning_size");
   if (size == nullptr) return;
   out.conditioning_size = read_size(loop, "conditioning_size", 1, kMostConditioning);
-  if (!is_uniform) size->refuse("needs noise \"uniform\"");
+  if (!is_uniform || out.shift != 0) size->refuse("needs noise \"uniform\" and shift 0");
 }
 
 std::vector<std::pair<int32_t, int32_t>> read_unused(const json::Value& loop,
@@ -311,8 +313,7 @@ Denoiser read_denoiser(const json::Value& loop) {
     out.visible_block = read_size(loop, "visible_block", 1, 1 << 24);
   if (const json::Value* const draft = loop.find("draft_block"); draft != nullptr) {
     out.draft_block = read_size(loop, "draft_block", 1, 1 << 24);
-    if (out.visible_block != 1 || out.shift != 0)
-      draft->refuse("needs visible_block 1 and shift 0");
+    if (out.visible_block != 1) draft->refuse("needs visible_block 1");
   }
   if (const json::Value* const updates = loop.find("draft_updates"); updates != nullptr) {
     out.has_draft_updates = updates->boolean();
@@ -338,7 +339,8 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
   const bool has_device = graph.find("device_file") != nullptr;
   // Older bundles of denoisers without a mask token do not say which layers have a window. Their
   // graphs expect the cached row of position i in row i.
-  const bool is_in_order = !denoiser.has_mask_token() && window_of(denoiser.cache) == 0;
+  const bool is_in_order = !denoiser.has_mask_token() && !denoiser.has_causal_drafts() &&
+                           window_of(denoiser.cache) == 0;
   return {folder + "/" + listed(files, graph.at("file")),
           has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
           denoiser.vocab_size,
@@ -616,19 +618,22 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("max_new_tokens", d.max_new_tokens, 1, 1 << 24);
   in_range("visible_block", d.visible_block, 0, 1 << 24);
   in_range("draft_block", d.draft_block, 0, 1 << 24);
-  if (d.draft_block > 0 && (d.visible_block != 1 || d.shift != 0 || d.has_cache == 0))
+  if (d.draft_block > 0 && (d.visible_block != 1 || d.has_cache == 0))
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: draft_block needs visible_block 1 and has_cache 1");
+  if (d.draft_block > 0 && d.shift == 1 && d.mask_token_id != d.vocab_size)
     fail(DLM_INVALID_ARGUMENT,
-         "dlm_denoiser: draft_block needs visible_block 1, shift 0 and has_cache 1");
+         "dlm_denoiser: draft_block and shift 1 need mask_token_id = vocab_size, because draft "
+         "passes start from random tokens");
   if (d.mask_token_id == d.vocab_size && d.draft_block == 0)
     fail(
         DLM_INVALID_ARGUMENT,
         "dlm_denoiser: mask_token_id = vocab_size means that the denoiser has no mask token, which "
         "needs draft_block above 0");
   in_range("conditioning_size", d.conditioning_size, 0, kMostConditioning);
-  if (d.conditioning_size > 0 && d.mask_token_id != d.vocab_size)
+  if (d.conditioning_size > 0 && (d.mask_token_id != d.vocab_size || d.shift == 1))
     fail(DLM_INVALID_ARGUMENT,
-         "dlm_denoiser: conditioning_size needs mask_token_id = vocab_size, which means that the "
-         "denoiser has no mask token");
+         "dlm_denoiser: conditioning_size needs shift 0 and mask_token_id = vocab_size, which means "
+         "that the denoiser has no mask token");
   if ((d.eos_count > 0) != (d.eos_token_ids != nullptr))
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is %s, but eos_count is %zu",
          d.eos_token_ids == nullptr ? "NULL" : "set", d.eos_count);

@@ -156,10 +156,13 @@ Pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
   prepare_scores(denoiser_, pass, needs_of(members), buffers);
   set_temperatures(members, buffers);
   set_draws(members, pass);
-  if (pass.cached > 0 && !(lane.kept == rows)) {
+  // A pass that appends its rows reads only the rows before them.
+  const Range left_out{rows.first, stage.use == CacheUse::append ? denoiser_.max_canvas_length
+                                                                 : rows.last};
+  if (pass.cached > 0 && !(lane.kept == left_out)) {
     const Stopwatch timer(seconds.cache);
-    lane.context->keep_outside(rows.first, rows.last);
-    lane.kept = rows;
+    lane.context->keep_outside(left_out.first, left_out.last);
+    lane.kept = left_out;
   }
   {
     const Stopwatch timer(seconds.engine);

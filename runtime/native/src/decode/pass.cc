@@ -41,11 +41,13 @@ Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, in
   buffers.input_ids.clear(), buffers.position_ids.clear();
   for (const Piece& piece : pieces) {
     const auto [first, last] = piece.rows;
-    const int64_t start =
-        int64_t{denoiser.max_canvas_length} * (int{piece.is_draft} + int{piece.is_updated});
+    const int64_t longest = denoiser.max_canvas_length;
+    const bool is_causal = denoiser.has_causal_drafts();
+    const int64_t start = longest * (int{piece.is_draft} + int{piece.is_updated && !is_causal});
     buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
                              piece.canvas->begin() + last);
-    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(start + i);
+    for (int32_t i = first; i < last; ++i)
+      buffers.position_ids.push_back((i == first && is_causal ? 0 : start) + i);
   }
   Pass pass{};
   pass.struct_size = sizeof(dlm_pass);

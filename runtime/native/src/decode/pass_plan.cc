@@ -211,7 +211,12 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Poli
 Policy suit_policy(Policy policy, const Denoiser& denoiser) {
   const char* const cache = kCacheNames[static_cast<size_t>(policy.cache)];
   const int32_t visible_block = denoiser.visible_block, shift = causal_shift(policy, denoiser);
-  if (!denoiser.has_mask_token() && policy.remask != Remask::noise)
+  if (denoiser.has_causal_drafts() && policy.commit != Commit::verify)
+    fail(DLM_UNSUPPORTED,
+         "policy: commit = \"%s\" does not suit this denoiser, which is autoregressive and verifies "
+         "its drafts: use commit = \"verify\"",
+         kCommitNames[static_cast<size_t>(policy.commit)]);
+  if (!denoiser.has_mask_token() && !denoiser.has_causal_drafts() && policy.remask != Remask::noise)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"%s\" does not suit this denoiser, which has no mask token and starts "
          "from random tokens: use remask = \"noise\"",
@@ -315,12 +320,14 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoise
   const auto end =
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
   // The draft pass does not predict the last position of the block. The last row of the causal pass
-  // predicts this position.
+  // predicts this position. If each row of a draft pass predicts the next position, the draft pass
+  // has one row fewer. It then discards the rows that the last causal pass stored behind its own
+  // rows, because a position of these may have another token now.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
-    plan.push_back({rows,
+    plan.push_back({{rows.first, rows.last - denoiser.shift},
                     rows.first,
-                    CacheUse::read,
+                    denoiser.shift > 0 ? CacheUse::append : CacheUse::read,
                     PassKind::denoise,
                     {start, end - 1},
                     once,
@@ -328,7 +335,7 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoise
                     block,
                     false,
                     true,
-                    0,
+                    denoiser.shift,
                     denoiser.has_draft_updates});
   plan.push_back({rows, rows.first, CacheUse::append, PassKind::verify, block, once, 1, block, true,
                   false, 1});

@@ -222,8 +222,10 @@ class Request {
   void verify(const Predictions& predictions, const Proposals& proposals);
   bool verifies() const { return policy_.commit == Commit::verify; }
   bool renoises() const { return policy_.remask == Remask::noise; }
-  // Writes random tokens to the undecided positions of the stage, before pass number `step` over
-  // the block.
+  // Writes random tokens to the undecided positions of `range`, before pass number `step`.
+  void write_random(Range range, int32_t step);
+  // The same for the positions of the stage, except that positions with only one possible token get
+  // this token.
   void write_noise(int32_t step);
   // Chooses the tokens of the next pass over the block. If the block needs no more passes, decides
   // the whole block instead.

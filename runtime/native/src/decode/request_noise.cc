@@ -8,12 +8,16 @@
 
 namespace dlm {
 
-void Request::write_noise(int32_t step) {
-  const Range range = stage().decided;
+void Request::write_random(Range range, int32_t step) {
   for (int32_t i = range.first; i < range.last; ++i)
     if (undecided_[i] != 0)
       canvas_[i] = random_token(policy_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(i),
                                 denoiser_.vocab_size, denoiser_.mask_token_id);
+}
+
+void Request::write_noise(int32_t step) {
+  const Range range = stage().decided;
+  write_random(range, step);
   certain_.clear();
   proposer_->scaffold(canvas_, undecided_, range, certain_);
   for (const Certain& certain : certain_) canvas_[certain.position] = certain.token;

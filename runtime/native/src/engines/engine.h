@@ -89,8 +89,9 @@ struct Denoiser {
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
-  // The number of tokens of a draft pass; 0: the denoiser has no draft passes. In a draft pass,
-  // each row sees all rows of the pass. All other passes of such a denoiser are causal.
+  // The number of tokens of a draft pass; 0: the denoiser has no draft passes. With shift 0, each
+  // row of a draft pass sees all rows of the pass. All other passes of such a denoiser are causal.
+  // With shift 1, draft passes are causal too (see has_causal_drafts).
   int32_t draft_block = 0;
   // True if the denoiser has low-rank updates for draft passes whose tokens are verified.
   bool has_draft_updates = false;
@@ -110,6 +111,11 @@ struct Denoiser {
   // mask_token_id is vocab_size. This number marks undecided positions in canvases, and is never an
   // input of a pass.
   bool has_mask_token() const { return mask_token_id < vocab_size; }
+
+  // Returns true if the denoiser is an autoregressive network with draft passes (Uno). The first
+  // row of a draft pass contains the last decided token, and all other rows contain random tokens.
+  // The low-rank updates apply to the random tokens. Each row of any pass predicts the next position.
+  bool has_causal_drafts() const { return draft_block > 0 && shift == 1; }
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();

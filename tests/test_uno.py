@@ -1,0 +1,212 @@
+"""Tests of Uno: autoregressive networks whose drafts come from a LoRA adapter.
+
+transformers' networks, with the adapter added to some rows only, compute the logits to compare. The
+published loop was written again from SGLang 0.5.23 (speculative/uno_worker_v2.py, linear form).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import ADAPTED, uno_config, write_adapter, write_checkpoint
+from denoisers import load
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dlm_runtime
+from dlm_export.build import build
+from dlm_export.network.loop_random import random_tokens
+from dlm_runtime import Bundle
+
+transformers = pytest.importorskip("transformers")
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "K2HorizonForCausalLM",
+    "Qwen3ForCausalLM",
+    "SDARForCausalLM",
+)
+VOCABULARY, END = 160, 151
+
+
+def checkpoint_of(folder: Path, architecture: str, **changes: Any) -> Path:
+    """Write a random checkpoint with an adapter for draft passes.
+
+    Only eight tokens are likely, so that many drafts are right by chance.
+    """
+    config = uno_config(architecture, **changes)
+    write_checkpoint(folder, config)
+    write_adapter(folder, config, name="adapter", r=4, lora_alpha=2, target_modules=list(ADAPTED))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][8:] *= 0.2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def theirs(folder: Path, architecture: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that computes transformers' logits ``[L, V]`` for a canvas ``[L]``.
+
+    The second argument, bool ``[L]``, says which rows use the adapter.
+    """
+    config = uno_config(architecture)
+    own = ("architectures", "model_type", "mask_token_id", "block_size", "fuse_cross_entropy")
+    kind = "Llama" if architecture in ARCHITECTURES[:2] else "Qwen3"
+    settings = {name: value for name, value in config.items() if name not in own}
+    settings = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    chosen: list[Tensor] = []
+
+    def add(module: torch.nn.Module, given: tuple[Tensor], found: Tensor, name: str) -> Tensor:
+        a, b = (adapter[f"base_model.model.{name}.lora_{kind}.weight"] for kind in "AB")
+        update = given[0] @ a.T @ b.T * (2 / 4)
+        return torch.where(chosen[0][:, None], found + update, found)
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ADAPTED:
+            module.register_forward_hook(
+                lambda module, given, found, name=name: add(module, given, found, name)
+            )
+
+    @torch.no_grad()
+    def logits(ids: Tensor, is_updated: Tensor) -> Tensor:
+        chosen[:] = [is_updated]
+        found: Tensor = model(ids[None]).logits[0]
+        return found
+
+    return logits
+
+
+def published(
+    logits: Callable[[Tensor, Tensor], Tensor], prompt: list[int], new_tokens: int, width: int
+) -> tuple[list[int], list[int]]:
+    """Generate text with the published loop, greedily.
+
+    Returns the canvas, and the number of tokens of each round. A draft pass and a verifying pass
+    have ``width`` rows each. The first row of a draft pass contains the last token, and the others
+    contain random tokens. The first row of the draft pass decides the next token for sure.
+    """
+
+    def predict(ids: list[int], first: int, count: int, updated: int) -> list[int]:
+        is_updated = torch.arange(len(ids)) >= len(ids) - updated
+        found = logits(torch.tensor(ids), is_updated)[first : first + count]
+        return [int(token) for token in found.argmax(-1)]
+
+    text, rounds = list(prompt), []
+    text += predict(text, len(text) - 1, 1, 0)
+    while len(text) < len(prompt) + new_tokens and END not in text[len(prompt) :]:
+        seed = len(text) - 1
+        places = np.arange(seed + 1, seed + width)
+        noise = random_tokens(0, 0, places, VOCABULARY, VOCABULARY).tolist()
+        candidates = predict([*text, *noise], seed, width, len(noise))
+        target = predict([*text, *candidates], seed + 1, width, 0)
+        accepted = 0
+        while accepted < width - 1 and candidates[accepted + 1] == target[accepted]:
+            accepted += 1
+        made = [*candidates[: accepted + 1], target[accepted]]
+        if END in made:
+            made = made[: made.index(END) + 1]
+        text += made[: len(prompt) + new_tokens - len(text)]
+        rounds.append(len(made))
+    return text + [END] * (len(prompt) + new_tokens - len(text)), rounds
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """Random tokens at the end of a canvas use the adapter, with and without a cache."""
+    folder = checkpoint_of(tmp_path, architecture)
+    ours, other = load(folder), theirs(folder, architecture)
+    ids = torch.randint(0, 150, (130,), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(130)
+    is_updated = positions >= 101
+    wanted = other(ids, is_updated)
+    moved = positions + is_updated * ours.network.max_canvas_length
+    with torch.no_grad():
+        whole, presents = ours.hidden(ids[None], moved[None])
+        past = [(keys[:, :, :100], values[:, :, :100]) for keys, values in presents]
+        parts, _ = ours.hidden(ids[None, 100:], moved[None, 100:], past)
+    limit = 2e-4 * (wanted.max() - wanted.min())
+    assert (ours.project(whole)[0] - wanted).abs().max() <= limit
+    assert (ours.project(parts)[0] - wanted[100:]).abs().max() <= limit
+    # The adapter changes the rows that use it, and only these.
+    plain = other(ids, torch.zeros(130, dtype=torch.bool))
+    assert torch.equal(plain[:101], wanted[:101])
+    assert (plain[101:] - wanted[101:]).abs().max() > 10 * limit
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SDARForCausalLM"])
+def test_the_loop_equals_the_published_loop(tmp_path: Path, architecture: str) -> None:
+    """Canvases, and the number of tokens that each pair of passes decides."""
+    folder, bundle = checkpoint_of(tmp_path / "checkpoint", architecture), tmp_path / "bundle"
+    report = build(folder, bundle)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    logits, counts = theirs(folder, architecture), set[int]()
+    draw = random.Random(3)
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        for number in range(12):
+            width = (1, 3, 7)[number % 3]
+            prompt = [draw.randrange(150) for _ in range(draw.randint(1, 30))]
+            wanted, rounds = published(logits, prompt, 24, width)
+            made, decided = rounds_of(opened, prompt, 24, width)
+            assert made == wanted
+            # The last round may be cut by the length of the canvas.
+            assert decided[:-1] == rounds[: len(decided) - 1]
+            counts |= set(rounds)
+    assert counts >= {2, 3, 4}
+
+
+def rounds_of(
+    bundle: Bundle, prompt: list[int], new_tokens: int, width: int
+) -> tuple[list[int], list[int]]:
+    """Generate text, and return the canvas and the number of tokens of each verifying pass.
+
+    A draft pass of ``width`` rows drafts a block of ``width`` + 1 tokens.
+    """
+    events = list(
+        bundle.stream(tokens=prompt, max_new_tokens=new_tokens, block_length=width + 1, seed=0)
+    )
+    result = events[-1].result
+    assert result is not None
+    decided = [event.committed for event in events if event.committed]
+    return result.tokens, decided[1:]
+
+
+def test_draws_have_the_distribution_of_direct_sampling(tmp_path: Path) -> None:
+    """Draws of pairs of tokens: 20,000 with drafts, against the network's probabilities."""
+    folder, bundle = checkpoint_of(tmp_path / "checkpoint", "LlamaForCausalLM"), tmp_path / "bundle"
+    build(folder, bundle)
+    logits, prompt, count = theirs(folder, "LlamaForCausalLM"), [3, 77, 12], 20_000
+    first = (logits(torch.tensor(prompt), torch.zeros(3, dtype=torch.bool))[-1] / 0.25).softmax(-1)
+    likely = int(first.argmax())
+    longer = torch.tensor([*prompt, likely])
+    second = (logits(longer, torch.zeros(4, dtype=torch.bool))[-1] / 0.25).softmax(-1)
+    found = np.zeros((2, VOCABULARY))
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        for start in range(0, count, 2000):
+            made = opened.generate_batch(
+                tokens=[prompt] * 2000,
+                max_new_tokens=3,
+                block_length=3,
+                temperature=0.25,
+                policies=[{"seed": seed} for seed in range(start, start + 2000)],
+                stop="none",
+            )
+            for out in made:
+                found[0, out.tokens[3]] += 1
+                found[1, out.tokens[4]] += out.tokens[3] == likely
+    for seen, probs in zip(found, (first, second), strict=True):
+        expected = probs.double().numpy() * seen.sum()
+        is_large = expected >= 5
+        rest = expected[~is_large].sum()
+        statistic = (((seen - expected)[is_large]) ** 2 / expected[is_large]).sum()
+        statistic += (seen[~is_large].sum() - rest) ** 2 / max(rest, 1)
+        degrees = is_large.sum()
+        assert statistic < degrees + 5 * np.sqrt(2 * degrees)  # five deviations of chi-squared
