@@ -194,7 +194,8 @@ def test_rows_of_all_kinds_share_a_pass(
 ) -> None:
     """The update changes only the rows of the third of three requests.
 
-    The other rows equal those of the bundle without an adapter, bit by bit.
+    The other rows equal those of the bundle without an adapter. The kernel for updates of an MLP
+    also computes silu, which ONNX Runtime rounds differently.
     """
     network = denoiser.network
     longest, tokens = network.max_canvas_length, 12
@@ -220,7 +221,7 @@ def test_rows_of_all_kinds_share_a_pass(
         )
         found.append(session.run(["logits"], feeds)[0])
     plain, adapted = found
-    assert np.array_equal(plain[:2], adapted[:2])
+    assert np.abs(plain[:2] - adapted[:2]).max() <= (1e-5 if has_kernels else 0)
     with torch.no_grad():
         features, _ = denoiser.hidden(torch.from_numpy(ids), torch.from_numpy(positions))
         wanted = denoiser.project(features).numpy()

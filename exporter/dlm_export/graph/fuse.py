@@ -23,6 +23,7 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.cache_dtypes import STORED, row_of
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
+from dlm_export.network.spec import UPDATES
 from dlm_runtime.errors import DlmError, ExitCode
 
 CANDIDATES = "pass"  # the module path of the nodes after the head, as set by ``trace``
@@ -65,9 +66,10 @@ class _Unlike(Exception):
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     """Replace operators of a traced graph with calls of kernels. The graph itself is changed.
 
-    Four patterns are replaced:
+    These patterns are replaced:
 
     - INT8 or INT4 layers with the same input;
+    - low-rank updates of layers with the same input;
     - attention over cached keys and values;
     - a residual sum that is the input of a norm;
     - the computation of the two best tokens and the entropy.
@@ -84,7 +86,8 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
                 _fuse_attention(traced, node)
             except _Unlike as err:
                 plain[node.metadata_props[LAYER_KEY]] = str(err)
-    if traced.dtype.itemsize == 4:  # the kernel computes in fp32
+    if traced.dtype.itemsize == 4:  # the kernels compute in fp32
+        _merge_updates(model, plain)
         for node in list(model.graph):
             if node.op_type == "Add" and node.domain == "":
                 _fuse_add_norm(model, node)
@@ -196,6 +199,32 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
         elif _is_shared(nodes[0].inputs[0]):
             plain[paths[0]] = f"the only {kind.upper()} layer over its input"
     return plain
+
+
+def _merge_updates(model: ir.Model, plain: dict[str, str]) -> None:
+    """Replace low-rank updates of layers that have the same input with a single node.
+
+    Removes the MLPs whose product of gate and up becomes part of such a node from ``plain``.
+    """
+    alike: dict[int, list[ir.Node]] = defaultdict(list)
+    for node in model.graph:
+        if node.op_type == operators.DRAFT_UPDATE and node.domain == DOMAIN:
+            alike[id(node.inputs[0])].append(node)
+    for nodes in alike.values():
+        product = _gated_product(nodes)
+        count = len(nodes)
+        name = f"LowRankUpdate{count if count > 1 else ''}"
+        old = [node.outputs[0] for node in nodes]
+        if product is not None:
+            name, old = "GatedLowRankUpdate", [product]
+            plain.pop(nodes[0].metadata_props[LAYER_KEY].removesuffix(f".{UPDATES}{GATE}"), None)
+        x, _, is_updated, *_ = _all(nodes[0].inputs, 5)
+        given = [x, *(_all(node.inputs, 5)[1] for node in nodes), is_updated]
+        for node in nodes:
+            given += _all(node.inputs, 5)[3:]
+        # The call must come after the layers of all updates.
+        _call(model, nodes[-1], name, given, old)
+    model.functions.pop((DOMAIN, operators.DRAFT_UPDATE, ""), None)
 
 
 def _group_size(node: ir.Node) -> int:

@@ -46,6 +46,8 @@ as the definition.
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
+``LowRankUpdate`` ...       The same for up to three updates of layers with the same input, in fp32. With ``Gated``, the
+                            layers are gate and up, and the result is ``silu(gate) * up``
 ``DraftUpdate``             ``(x [B, T, K], y [B, T, N], is_updated [B, T, 1], a [K, rank], b [rank, N]) -> y``. Adds
                             ``x @ a @ b`` to the rows for which ``is_updated`` is true
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, top_log_odds, entropy)``
@@ -119,6 +121,16 @@ Calls with the same input can be merged into one call.
 """
 DRAFT_UPDATE = "DraftUpdate"
 """Name of the function for low-rank updates that only draft passes use."""
+LOW_RANK = {
+    "LowRankUpdate": 1,
+    "LowRankUpdate2": 2,
+    "LowRankUpdate3": 3,
+    "GatedLowRankUpdate": 2,
+}
+"""Maps the functions with native kernels for such updates in fp32 to their number of updates.
+
+Calls of ``DraftUpdate`` with the same input can be merged into one call.
+"""
 TIED_HEADS = {
     ir.DataType.FLOAT: "Fp32TiedHead",
     ir.DataType.BFLOAT16: "Bf16TiedHead",
@@ -130,6 +142,7 @@ FP8_TIED_HEAD = "Fp8TiedHead"
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
     "AddNorm",
+    *LOW_RANK,
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     *(f"{gelu}{kind}Experts" for gelu in ("", "Gelu") for kind in ("Fp32", "Int8", "Int4")),
@@ -378,18 +391,28 @@ def _add_norm() -> ir.Function:
     return body.function(outputs, {"epsilon": ir.AttributeType.FLOAT})
 
 
-def _draft_update() -> ir.Function:
-    """Define the function that adds a low-rank update to some rows.
+def _low_rank_updates(name: str, count: int) -> ir.Function:
+    """Define a function that adds low-rank updates to some rows of the outputs of ``count`` layers.
 
-    The function multiplies only these rows, so a pass without such rows does no products.
+    The function multiplies only these rows, so a pass without such rows does no products. If the
+    name starts with "Gated", the layers are gate and up, and the result is ``silu(gate) * up``.
     """
-    body = Body(DRAFT_UPDATE, "x y is_updated a b")
+    places = range(count)
+    given = [*(f"y_{i}" for i in places), "is_updated", *(f"a_{i} b_{i}" for i in places)]
+    body = Body(name, " ".join(["x", *given]))
     op, ints = body.op, body.ints
-    x, y, is_updated, a, b = body.inputs
+    x, is_updated = body.inputs[0], body.inputs[1 + count]
     rows = op("Transpose", op("NonZero", op("Squeeze", is_updated, ints(2))), perm=[1, 0])
-    product = op("MatMul", op("MatMul", op("GatherND", x, rows), a), b)
-    updated = op("Add", op("GatherND", y, rows), product)
-    return body.function({"result": op("ScatterND", y, rows, updated)})
+    chosen, results = op("GatherND", x, rows), []
+    for i in places:
+        y, (a, b) = body.inputs[1 + i], body.inputs[2 + count + 2 * i :][:2]
+        product = op("MatMul", op("MatMul", chosen, a), b)
+        updated = op("Add", op("GatherND", y, rows), product)
+        results.append(op("ScatterND", y, rows, updated))
+    if name.startswith("Gated"):
+        gate, up = results
+        results = [op("Mul", op("Mul", gate, op("Sigmoid", gate)), up)]
+    return body.function({f"result_{i}": result for i, result in enumerate(results)})
 
 
 def _candidates() -> ir.Function:
@@ -521,7 +544,11 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
         for dtype, codes in CACHES.items()
     },
     "AddNorm": _add_norm,
-    DRAFT_UPDATE: _draft_update,
+    DRAFT_UPDATE: lambda: _low_rank_updates(DRAFT_UPDATE, 1),
+    **{
+        name: functools.partial(_low_rank_updates, name, count)
+        for name, count in LOW_RANK.items()
+    },
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

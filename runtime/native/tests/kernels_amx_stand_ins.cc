@@ -24,11 +24,13 @@ const Kernels kAmxEmulated = {"amx-int8, emulated",
                               nullptr,
                               nullptr,
                               nullptr,
+                              nullptr,
                               nullptr};
 #else
 extern const Kernels kAmxStandIn;
 const Kernels kAmxStandIn = {"amx-int8's stand-in",
                              matrix_linear<kAvx2Kernels>,
+                             nullptr,
                              nullptr,
                              nullptr,
                              nullptr,

@@ -34,6 +34,7 @@ int main(int argc, char** argv) {
     test_attention(tally, *kernels);
     test_add_norm(tally, *kernels);
     test_candidates(tally, *kernels);
+    test_low_rank_updates(tally, *kernels);
   }
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {

@@ -120,6 +120,7 @@ void test_positions_outside_the_tables_are_seen(Tally& tally);
 void test_segments_that_lie_are_seen(Tally& tally);
 void test_add_norm(Tally& tally, const dlm::Kernels& kernels);
 void test_candidates(Tally& tally, const dlm::Kernels& kernels);
+void test_low_rank_updates(Tally& tally, const dlm::Kernels& kernels);
 #ifdef __x86_64__
 void test_amx(Tally& tally, const dlm::Kernels& any);
 #endif

@@ -13,6 +13,7 @@
 #include "kernels/embedding.h"
 #include "kernels/experts.h"
 #include "kernels/linear.h"
+#include "kernels/low_rank.h"
 #include "kernels/norm.h"
 #include "kernels/nvfp4.h"
 #include "kernels/tied_head.h"
@@ -21,7 +22,8 @@ namespace {
 
 constexpr dlm::Kernels make_kernels(const char* name,
                                     decltype(dlm::Kernels::attention) attend = attention) {
-  return {name, linear, nvfp4_linear, experts, attend, add_norm, candidates, embedding, tied_head};
+  return {name,     linear,     nvfp4_linear, experts,   attend,
+          add_norm, candidates, embedding,    tied_head, low_rank_updates};
 }
 
 }  // namespace

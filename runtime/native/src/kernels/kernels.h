@@ -368,6 +368,26 @@ struct TiedHead {
   float* y;
 };
 
+// A low-rank update of one linear layer: out [rows, columns] = y + x @ a @ b, for updated rows.
+struct LowRankMatrix {
+  const float *a, *b;  // [inputs, rank], [rank, columns]
+  int64_t rank, columns;
+  const float* y;
+  float* out;  // may be y
+};
+
+// Low-rank updates of the outputs of layers with the same input x [rows, inputs]. Rows that are not
+// updated are copied. If `gated` is not nullptr, there are two updates, of a gate and of up, and
+// gated [rows, columns] = silu(gate) * up.
+struct LowRankUpdates {
+  const float* x;
+  int64_t rows, inputs;
+  const uint8_t* is_updated;  // [rows], 0 or 1
+  const LowRankMatrix* matrices;
+  size_t count;
+  float* gated;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear& layer, void* scratch, Parallel& parallel);
@@ -378,6 +398,7 @@ struct Kernels {
   void (*candidates)(const Candidates& rows, Parallel& parallel);
   void (*embedding)(const Embedding& table, Parallel& parallel);
   void (*tied_head)(const TiedHead& head, Parallel& parallel);
+  void (*low_rank_updates)(const LowRankUpdates& updates, Parallel& parallel);
 };
 
 // One of the kernel sets for this architecture. `refusal` says why the processor cannot run the

@@ -21,7 +21,7 @@ namespace dlm::ops {
 
 // Element types that occur only in inputs of custom operators. engines/graph_check.h defines the
 // element types of the graph's inputs and outputs.
-constexpr int kUint8 = 2, kFloat8 = 17;
+constexpr int kUint8 = 2, kBool = 9, kFloat8 = 17;
 
 // Short names of element types, for the tables of operators.
 namespace short_types {

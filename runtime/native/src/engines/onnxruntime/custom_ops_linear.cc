@@ -163,6 +163,49 @@ void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
                     call);
 }
 
+// Runs LowRankUpdate, LowRankUpdate2, LowRankUpdate3 and GatedLowRankUpdate. The inputs are x, one
+// y for each matrix, is_updated, and then a and b of each matrix.
+void compute_low_rank(const Kernels& kernels, const Node& node, Call& call) {
+  const Rows rows(call);
+  LowRankUpdates updates{};
+  updates.x = rows.x.data, updates.rows = rows.count, updates.inputs = rows.inputs;
+  updates.count = (node.op.is.inputs.size() - 2) / 3;
+  const bool is_gated = node.op.is.outputs.size() < updates.count;
+  const auto is_updated = call.input<uint8_t>(1 + updates.count);
+  if (is_updated.count() != rows.count)
+    fail(DLM_BAD_BUNDLE, "is_updated does not have %" PRId64 " rows", rows.count);
+  updates.is_updated = is_updated.data;
+  std::array<LowRankMatrix, kMostWeights> matrices{};
+  std::array<Tensor<const float>, kMostWeights> outputs{};
+  int64_t columns = 0;
+  for (size_t i = 0; i < updates.count; ++i) {
+    outputs[i] = call.input<float>(1 + i);
+    const auto a = call.input<float>(2 + updates.count + 2 * i),
+               b = call.input<float>(3 + updates.count + 2 * i);
+    auto shape = rows.x.dims;
+    shape[rows.x.rank - 1] = b.dims[1];
+    const bool is_like_x =
+        outputs[i].rank == rows.x.rank &&
+        std::equal(shape.begin(), shape.begin() + rows.x.rank, outputs[i].dims.begin());
+    if (a.rank != 2 || b.rank != 2 || a.dims[0] != rows.inputs || a.dims[1] != b.dims[0] ||
+        a.dims[1] < 1 || b.dims[1] < 1 || !is_like_x || (is_gated && i > 0 && b.dims[1] != columns))
+      fail(DLM_BAD_BUNDLE, "the shapes of update %zu do not match", i);
+    columns = b.dims[1];
+    matrices[i] = {a.data, b.data, a.dims[1], columns, outputs[i].data, nullptr};
+  }
+  updates.matrices = matrices.data();
+  if (!is_gated) {
+    for (size_t i = 0; i < updates.count; ++i)
+      matrices[i].out = rows.output(i, matrices[i].columns);
+    return kernels.low_rank_updates(updates, call);
+  }
+  updates.gated = rows.output(0, columns);
+  const int64_t numbers = rows.count * columns;
+  const Scratch scratch(call, node.op.memory, 2 * static_cast<size_t>(numbers) * sizeof(float));
+  matrices[0].out = static_cast<float*>(scratch.get()), matrices[1].out = matrices[0].out + numbers;
+  kernels.low_rank_updates(updates, call);
+}
+
 using namespace short_types;
 
 }  // namespace
@@ -190,6 +233,14 @@ std::vector<Definition> linear_operators() {
       {"Bf16TiedHead", {F, B}, {F}, nullptr, compute_tied_head<TableType::bf16>},
       {"Fp16TiedHead", {F, H}, {F}, nullptr, compute_tied_head<TableType::fp16>},
       {"Fp8TiedHead", {F, C, F}, {F}, nullptr, compute_tied_head<TableType::fp8>},
+      {"LowRankUpdate", {F, F, kBool, F, F}, {F}, nullptr, compute_low_rank},
+      {"LowRankUpdate2", {F, F, F, kBool, F, F, F, F}, {F, F}, nullptr, compute_low_rank},
+      {"LowRankUpdate3",
+       {F, F, F, F, kBool, F, F, F, F, F, F},
+       {F, F, F},
+       nullptr,
+       compute_low_rank},
+      {"GatedLowRankUpdate", {F, F, F, kBool, F, F, F, F}, {F}, nullptr, compute_low_rank},
   };
 }
 
