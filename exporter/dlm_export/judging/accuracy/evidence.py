@@ -19,7 +19,7 @@ from dlm_calibration.metrics import Decode, Frontier
 from dlm_calibration.samples import Sample, samples_sha256
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.accuracy.frontier import FrontierState, Met, met, predict_commitment
-from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import Kind, Masked, compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.sides.prompts import asked_of, runs_of
 from dlm_export.judging.sides.side import JudgeError, Side, can_compare_commits, check_comparable
@@ -120,7 +120,10 @@ def judge(
     theirs = [metrics.as_run(run.tokens, run.prompt, run.nfe, stops, decode) for run in runs]
     given = [(run.prompt, run.room) for run in runs]
     texts = runs_of(candidate, given, candidate_policy or policy, decode, on_done)
-    ours, rest = compared.of("masked"), [each.of("masked") for each in rest]
+    # An autoregressive denoiser is judged by its causal passes, which decide its text.
+    is_causal = reference.is_verifying and not reference.has_mask_token
+    kind: Kind = "causal" if is_causal else "masked"
+    ours, rest = compared.of(kind), [each.of(kind) for each in rest]
     count = len(samples)
     floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
     buckets = [
@@ -155,7 +158,7 @@ def judge(
         data={"samples": count, "sha256": samples_sha256(samples), "seed": seed},
         policy=policy.as_dict() | {"max_new_tokens": max_new_tokens},
         buckets=buckets,
-        overall=summary(ours, is_bound=reference.draft_block is None),
+        overall=summary(ours, is_bound=is_causal or reference.draft_block is None),
         speculation=speculation,
         frontier=frontier.as_dict() if frontier.is_measured else None,
         free_running=metrics.summarise_runs(
