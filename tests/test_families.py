@@ -606,7 +606,6 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (sdar_config, {"mask_token_id": None}, Overrides(), "no mask_token_id.*Pass --mask-token-id"),
     (sdar_config, {"attention_bias": True}, Overrides(), "attention_bias = true is not supported"),
     (coda_config, {"attention_bias": True}, Overrides(), "attention_bias = true is not supported"),
-    (sdar_config, {"use_regular_causal": True}, Overrides(), "is autoregressive .use_regular_causal"),
     (fast_dllm_v2_config, {"bd_size": 12}, NAMED, "8 positions at a time, which does not divide"),
     (fast_dllm_v2_config, {"bd_size": None}, NAMED, "bd_size is missing.*Pass --attention-block"),
     (fast_dllm_v2_config, {}, Overrides(), r"nor \|<MASK>\| among the added tokens"),
@@ -685,7 +684,7 @@ def test_a_uno_bundle_is_known_by_its_adapter(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, sdar_config())
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config()))
-    with pytest.raises(CheckpointError, match="autoregressive .* do not pass --no-adapter"):
+    with pytest.raises(CheckpointError, match=r"autoregressive .* do not pass --no-adapter"):
         network_of(tmp_path, Overrides(no_adapter=True))
     config = sdar_config(use_regular_causal=False)
     (tmp_path / "config.json").write_text(json.dumps(config))

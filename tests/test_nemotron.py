@@ -1,4 +1,4 @@
-"""Tests of Nemotron-Labs-Diffusion, and of self-speculation in Uno too.
+"""Tests of Nemotron-Labs-Diffusion, and of self-speculation in Uno and I-DLM too.
 
 The tests cover parity with transformers' Ministral 3, draft passes, and self-speculation in the
 reference loop and in the native loop.
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import nemotron_config, write_checkpoint
+from checkpoints import nemotron_config, sdar_config, write_checkpoint
 from denoisers import load, under_native_loop
 from safetensors.torch import load_file
 from slow_cases import slow_except
@@ -119,9 +119,11 @@ def greedy(denoiser: Denoiser, tokens: list[int], new_tokens: int) -> list[int]:
     return canvas + [network.eos_token_ids[0]] * (len(tokens) + new_tokens - len(canvas))
 
 
-@pytest.fixture(scope="module", params=["nemotron", "uno"])
+@pytest.fixture(scope="module", params=["nemotron", "uno", "i-dlm"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param == "i-dlm":
+        return write_checkpoint(folder, sdar_config(use_regular_causal=True))
     if request.param == "uno":
         return uno_checkpoint(folder, "LlamaForCausalLM")
     return write_checkpoint(folder, nemotron_config())
@@ -326,7 +328,6 @@ def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"shift": 1}, "draft_block and shift 1 need mask_token_id = vocab_size"),
         ({"visible_block": 4}, "draft_block needs visible_block 1 and has_cache 1"),
         ({"has_cache": False}, "draft_block needs visible_block 1 and has_cache 1"),
     ],

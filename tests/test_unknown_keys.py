@@ -30,7 +30,9 @@ from checkpoints import (
     sdar_config,
     stable_diffcoder_config,
     torch_encoder_config,
+    uno_config,
     wedlm_config,
+    write_adapter,
     write_checkpoint,
 )
 from click.testing import CliRunner
@@ -48,6 +50,8 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "a2d-llama": lambda **changes: a2d_config("Llama", **changes),
     "sdar": sdar_config,
     "sdar-moe": lambda **changes: qwen3_moe_config("SDARMoeForCausalLM", block_size=4, **changes),
+    "i-dlm": lambda **changes: sdar_config(**{"use_regular_causal": True} | changes),
+    "uno": lambda **changes: uno_config("K2HorizonForCausalLM", **changes),
     "rnd1": lambda **changes: qwen3_moe_config("RND1LM", **changes),
     "coda": coda_config,
     "fast-dllm-v2": fast_dllm_v2_config,
@@ -65,7 +69,6 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     f"{family}: attn_gate": (family, {"attn_gate": 1}) for family in CONFIGS
 } | {
-    "sdar: use_regular_causal": ("sdar", {"use_regular_causal": True}),
     "sdar-moe: use_regular_causal": ("sdar-moe", {"use_regular_causal": True}),
     "dream: expand_token_id": ("dream", {"expand_token_id": 5}),
     "dream: attn_logit_softcapping": ("dream", {"attn_logit_softcapping": 50.0}),
@@ -103,6 +106,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _write(folder: Path, family: str, changes: dict[str, Any]) -> Path:
     config = CONFIGS[family]()
     path = write_checkpoint(folder, config)
+    if family == "uno":
+        write_adapter(path, config, name="adapter")
     (path / "config.json").write_text(json.dumps(config | changes))
     return path
 

@@ -61,7 +61,8 @@ def theirs(folder: Path, architecture: str) -> Callable[[Tensor, Tensor], Tensor
     settings = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    path = folder / "adapter" / "adapter_model.safetensors"
+    adapter = load_file(path) if path.is_file() else {}
     chosen: list[Tensor] = []
 
     def add(module: torch.nn.Module, given: tuple[Tensor], found: Tensor, name: str) -> Tensor:
@@ -70,7 +71,7 @@ def theirs(folder: Path, architecture: str) -> Callable[[Tensor, Tensor], Tensor
         return torch.where(chosen[0][:, None], found + update, found)
 
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ADAPTED:
+        if adapter and name.rpartition(".")[2] in ADAPTED:
             module.register_forward_hook(
                 lambda module, given, found, name=name: add(module, given, found, name)
             )
@@ -139,6 +140,24 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str) -
     plain = other(ids, torch.zeros(130, dtype=torch.bool))
     assert torch.equal(plain[:101], wanted[:101])
     assert (plain[101:] - wanted[101:]).abs().max() > 10 * limit
+
+
+def test_an_idlm_is_a_causal_qwen3_with_drafts_from_mask_tokens(tmp_path: Path) -> None:
+    """The network of an SDAR whose config.json says that attention is causal (I-DLM)."""
+    write_checkpoint(tmp_path, uno_config("SDARForCausalLM", use_regular_causal=True))
+    ours, other = load(tmp_path), theirs(tmp_path, "SDARForCausalLM")
+    c = ours.network
+    assert (c.family, c.has_causal_drafts, c.draft_block, c.mask_token_id) == (
+        "i-dlm",
+        True,
+        4,
+        150,
+    )
+    ids = torch.randint(0, 150, (60,), generator=torch.Generator().manual_seed(2))
+    wanted = other(ids, torch.zeros(60, dtype=torch.bool))
+    with torch.no_grad():
+        limit = 2e-4 * (wanted.max() - wanted.min())
+        assert (ours(ids[None])[0] - wanted).abs().max() <= limit
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SDARForCausalLM"])

@@ -6,8 +6,8 @@ The script also measures llama.cpp's formats.
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python -m benchmarks.accuracy.real_weights [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
-calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
+The network is SmolLM2-135M-Instruct, a Llama with causal attention, from examples/smollm2. It has no
+mask token, so calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
 text is the Jargon File, which is in the public domain. The first half of the text calibrates the
 bundles. The loss is measured on the second half. With ``@random`` after a precision, random ids
 calibrate the bundle instead of the text. With ``@cuda``, the bundle is built for the target ``cuda``.
@@ -36,18 +36,19 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
+from examples.smollm2.checkpoint import gguf_path, write_checkpoint
 
 import dlm_runtime
-from benchmarks.accuracy.smollm2 import gguf_path, open_smollm2
 from benchmarks.llama import Llama, facts, quantise
 from benchmarks.shapes import ROOT, machine
 from dlm_calibration import metrics
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.quantising.samples import JUDGED_EVERY, RANDOM_LENGTH, CalibrationOptions
-from dlm_export.sources import Source
+from dlm_export.sources import Source, open_source
 
 FOLDER = ROOT / "build" / "benchmarks"
+CHECKPOINT = ROOT / "build" / "smollm2-checkpoint"
 TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
 WINDOW = 256  # length of a window of text in tokens
 SHORTEST = 120  # shorter paragraphs (in characters) are skipped, such as headings
@@ -209,7 +210,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="Passages to calibrate on.")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    source = open_smollm2()
+    if not (CHECKPOINT / "config.json").is_file():
+        write_checkpoint(CHECKPOINT)
+    source = open_source(CHECKPOINT)
     assert source.text.tokenizer is not None
     tokenizer = tokenizers.Tokenizer.from_str(source.text.tokenizer)
     found = list(passages(gzip.decompress(arguments.text.read_bytes()).decode(), tokenizer))

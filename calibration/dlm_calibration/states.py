@@ -217,6 +217,7 @@ def make_states(
     trajectories: Trajectories | None = None,
     noise_vocab_size: int | None = None,
     has_drafts: bool = False,
+    has_causal_drafts: bool = False,
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
@@ -248,8 +249,9 @@ def make_states(
         has_drafts: True for a denoiser whose drafts are verified. Masked states then contain mask
             tokens in one block only (see ``mask_draft_block``), and the shares of mask tokens are
             ``NOISE_RATIOS``. If the share is 1, the draft pass uses low-rank updates, as in
-            self-speculation. With ``noise_vocab_size``, the share is always 1, and random tokens
-            replace the mask tokens (see ``noise_draft_block``). ``block_length`` must be at least 2.
+            self-speculation. With ``noise_vocab_size``, random tokens replace the mask tokens.
+            ``block_length`` must be at least 2.
+        has_causal_drafts: True if draft passes are causal. The share of mask tokens is then 1.
 
     Raises:
         CalibrationError: The mix is not valid, a sample contains the mask token, or a sample or a
@@ -315,26 +317,20 @@ def make_states(
                 index = (
                     _next_pass(len(passes), taken, uses, rng) if source == "trajectory" else None
                 )
-                if index is None and noise_vocab_size is not None and has_drafts:
-                    canvas, start = noise_draft_block(
-                        whole, noise_vocab_size, block_length, rng, prompt_length
-                    )
-                    ratio = 1 - 1 / (len(canvas) - start)
-                    yield State(
-                        canvas, "masked", ratio, prompt_length, Draft(start, is_updated=True)
-                    )
-                elif index is None and noise_vocab_size is not None:
+                if index is None and noise_vocab_size is not None and not has_drafts:
                     canvas, start, is_noised = noise_block(
                         whole, next(ratios), noise_vocab_size, block_length, rng, prompt_length
                     )
                     ratio = float(is_noised[start:].mean())
                     yield State(canvas, "masked", ratio, prompt_length, Draft(start))
                 elif index is None and has_drafts:
-                    share = next(ratios)
+                    share = 1.0 if has_causal_drafts else next(ratios)
                     canvas, start = mask_draft_block(
                         whole, share, mask_token_id, block_length, rng, prompt_length
                     )
                     ratio = float((canvas[start:] == mask_token_id).mean())
+                    if noise_vocab_size is not None:
+                        canvas = fill_masks(canvas, noise_vocab_size, rng)
                     # In self-speculation, all positions after the first are masked.
                     draft = Draft(start, is_updated=share == 1)
                     yield State(canvas, "masked", ratio, prompt_length, draft)
@@ -451,21 +447,12 @@ def noise_block(
     return np.where(is_noised, noise, clean), start, is_noised
 
 
-def noise_draft_block(
-    tokens: np.ndarray,
-    vocab_size: int,
-    block_length: int,
-    rng: np.random.Generator,
-    protected: int = 0,
-    end: int | None = None,
-) -> tuple[np.ndarray, int]:
-    """Replace all tokens of a random block but the first by random tokens, for a causal draft pass.
+def fill_masks(masked: np.ndarray, vocab_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Replace the mask tokens of a canvas by random tokens, for a denoiser without a mask token.
 
-    ``vocab_size`` is the number of tokens to choose from, with equal probabilities.
-    ``mask_draft_block`` explains the other arguments and the result. Raises ValueError.
+    The mask token is ``vocab_size``. All tokens have equal probabilities.
     """
-    masked, start = mask_draft_block(tokens, 1.0, -1, block_length, rng, protected, end)
-    return np.where(masked == -1, random_tokens(len(masked), vocab_size, (), rng), masked), start
+    return np.where(masked == vocab_size, random_tokens(len(masked), vocab_size, (), rng), masked)
 
 
 def mask_draft_block(

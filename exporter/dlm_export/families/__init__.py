@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
             sdar.FAMILY,
             sdar.MIXTURE_FAMILY,
             uno.FAMILY,
+            uno.IDLM_FAMILY,
             fast_dllm_v2.FAMILY,
             rnd1.FAMILY,
             coda.FAMILY,

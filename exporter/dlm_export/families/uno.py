@@ -1,13 +1,18 @@
-"""Defines the family Uno (arXiv:2609.04010): autoregressive networks with draft passes.
+"""Defines the families Uno and I-DLM: autoregressive networks with draft passes.
 
-A LoRA adapter for draft passes belongs to the network. All attention is causal, and each row of
-logits predicts the token at the next position. The first row of a draft pass is the last decided
-token, without the adapter. All other rows are random tokens, with the adapter. A pass without the
-adapter verifies the drafts, so the text is that of the autoregressive network. The form of the
-passes follows SGLang 0.5.23 (speculative/uno_worker_v2.py).
+All attention is causal, and each row of logits predicts the token at the next position. The first
+row of a draft pass is the last decided token. A causal pass verifies the drafts, so the text is that
+of the autoregressive network.
 
-The released bundles have the layers and tensor names of Qwen3, and the class name of SDAR. Networks
-of Llama and Qwen3, and K2-Horizon, which has the layers of Llama, need an adapter too.
+In Uno (arXiv:2609.04010), all other rows of a draft pass are random tokens, and use a LoRA adapter
+that belongs to the network. The form of the passes follows SGLang 0.5.23
+(speculative/uno_worker_v2.py). The released bundles have the layers and tensor names of Qwen3, and
+the class name of SDAR. Networks of Llama and Qwen3, and K2-Horizon, which has the layers of Llama,
+need an adapter too.
+
+In I-DLM (arXiv:2604.11035), all other rows of a draft pass are mask tokens, and there is no adapter.
+The published loop verifies a draft and drafts the next one in the same pass, which saves passes. The
+releases have the class name of SDAR.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Origin, Overrides
 from dlm_export.families.draft_updates import origins_with_updates, with_updates
+from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
@@ -46,8 +52,24 @@ def refuse_causal(checkpoint: Checkpoint) -> None:
 
 
 def _claims(checkpoint: Checkpoint) -> bool:
-    names = checkpoint.config.get("architectures")
-    return names[0] not in SDAR or is_causal(checkpoint)
+    names, has_adapter = checkpoint.config.get("architectures"), ADAPTER in names_of(checkpoint)
+    return names[0] not in SDAR or (has_adapter and is_causal(checkpoint))
+
+
+def read_idlm(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """Read the network from a config.json of I-DLM. Raises CheckpointError."""
+    checkpoint.config.require("attention_bias", False)
+    checkpoint.config.get("fuse_cross_entropy")  # used in training only
+    return trunk_network(
+        checkpoint,
+        overrides,
+        "i-dlm",
+        qkv_bias=False,
+        qk_norm=True,
+        block_length=block_length(checkpoint, "block_size", overrides),
+        visibility="causal",
+        shift=1,
+    )
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -92,4 +114,13 @@ FAMILY = Family(
     origins,
     draft_adapter=ADAPTER,
     claims=_claims,
+)
+IDLM_FAMILY = Family(
+    "i-dlm",
+    SDAR[:1],
+    "I-DLM 8B",
+    FAMILY.default_preset,
+    read_idlm,
+    TRUNK.origins,
+    claims=lambda checkpoint: is_causal(checkpoint) and not _claims(checkpoint),
 )

@@ -224,6 +224,8 @@ def _merge_updates(model: ir.Model, plain: dict[str, str]) -> None:
             given += _all(node.inputs, 5)[3:]
         # The call must come after the layers of all updates.
         _call(model, nodes[-1], name, given, old)
+    if alike:
+        model.graph.sort()  # nodes that use the first results may come before a call
     model.functions.pop((DOMAIN, operators.DRAFT_UPDATE, ""), None)
 
 

@@ -545,10 +545,7 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     },
     "AddNorm": _add_norm,
     DRAFT_UPDATE: lambda: _low_rank_updates(DRAFT_UPDATE, 1),
-    **{
-        name: functools.partial(_low_rank_updates, name, count)
-        for name, count in LOW_RANK.items()
-    },
+    **{name: functools.partial(_low_rank_updates, name, count) for name, count in LOW_RANK.items()},
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

@@ -131,9 +131,10 @@ class Run:
             self.proposer.note(ended, self.tokens[ended])
             return None
         self.turn = turn
-        if self.policy.remask == "noise" and turn.step == 0 and len(turn.positions):
-            self._write_noise(0)
-        if turn.span.is_draft and self.network.has_causal_drafts:
+        if self.policy.remask == "noise":
+            if turn.step == 0 and len(turn.positions):
+                self._write_noise(0)
+        elif turn.span.is_draft and not self.network.has_mask_token:
             self._write_random(0)
         return turn.span
 

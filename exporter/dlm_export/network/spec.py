@@ -280,7 +280,7 @@ class NetworkSpec:
     def is_verifying(self) -> bool:
         """True if the denoiser can verify drafts in causal passes (self-speculation).
 
-        Such a denoiser has draft passes and a mask token, or causal draft passes.
+        Such a denoiser has draft passes and a mask token, or draft passes that are causal.
         """
         return self.draft_block is not None and (self.has_mask_token or self.has_causal_drafts)
 
@@ -632,10 +632,12 @@ class NetworkSpec:
 
     @property
     def has_causal_drafts(self) -> bool:
-        """True if the network is autoregressive, with causal draft passes (Uno, arXiv:2609.04010).
+        """True if the network is autoregressive, with causal draft passes.
 
-        The first token of a draft pass is the last decided token. All others are random tokens, and
-        use the network's low-rank updates. Each row of any pass predicts the next position.
+        The first token of a draft pass is the last decided token. All others are mask tokens, or
+        random tokens if there is no mask token. They use the network's low-rank updates, if there
+        are any. Each row of any pass predicts the next position. See Uno (arXiv:2609.04010) and
+        I-DLM (arXiv:2604.11035).
         """
         return all(layer.attention.has_causal_drafts for layer in self.layers)
 

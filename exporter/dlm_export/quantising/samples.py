@@ -341,4 +341,5 @@ def _states(
         trajectories=runs,
         noise_vocab_size=None if c.has_mask_token else c.vocab_size,
         has_drafts=c.is_verifying,
+        has_causal_drafts=c.has_causal_drafts,
     )

@@ -120,9 +120,8 @@ typedef struct dlm_denoiser {
                           training. draft_block needs visible_block 1 and a cache.
                           With shift 1, the denoiser is autoregressive: in draft passes too, a row
                           sees no later positions and predicts the next position. The first row of
-                          a draft pass is the last decided token. All other rows are random tokens.
-                          In this case, mask_token_id must be V, and policies need commit
-                          "verify" */
+                          a draft pass is the last decided token. All other rows are mask tokens,
+                          or random tokens if mask_token_id is V. Policies need commit "verify" */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
                                 pass returns C numbers for each scored row, and the next draft pass
                                 over the same block reads them. In this case, mask_token_id must be
@@ -147,7 +146,7 @@ typedef struct dlm_pass {
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas; in a draft pass,
                                   max_canvas_length is added to the positions. With shift 1, it is
-                                  added to the positions of random tokens only */
+                                  not added to the position of the first row */
   const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */

@@ -234,7 +234,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   if (visible_block == 1) {  // the denoiser has draft passes
     policy.cache = "block";
     policy.block_length = any_of<int32_t>(random, {0, 1, 5});
-    is_verified = !is_noised && random() % 2 == 0;
+    is_verified = shift == 1 || (!is_noised && random() % 2 == 0);
     if (is_verified) policy.commit = "verify", policy.score = "confidence", policy.reserve = "none";
   } else if (visible_block > 0) {
     policy.cache = any_of<const char*>(random, {"none", "block", "block", "block-dual"});
@@ -264,7 +264,8 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
     if (random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
     if (!is_verified && random() % 4 == 0) policy.cfg_scale = 0.7;
   }
-  const int32_t mask = is_noised ? kVocabulary : kMask;
+  const bool is_autoregressive = visible_block == 1 && shift == 1;
+  const int32_t mask = is_noised || is_autoregressive ? kVocabulary : kMask;
   Wish wish{dlm::check_policy(policy), {}, {}};
   const size_t given = 1 + random() % 30, wanted = 1 + random() % 40;
   for (size_t i = 0; i < given + wanted; ++i)
@@ -330,17 +331,21 @@ const std::function<bool()> kNothing = [] { return true; };
 void test_random_requests(uint32_t seed, bool shares) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
-                shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
-  const bool is_noised = visible_block == 1 && random() % 2 == 0;
-  const dlm::Denoiser whole = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+                shift = static_cast<int32_t>(random() % 2);
+  const bool is_causal = visible_block == 1 && shift == 1,
+             is_noised = visible_block == 1 && !is_causal && random() % 2 == 0;
+  const dlm::Denoiser whole = is_causal   ? autoregressive_denoiser()
+                              : is_noised ? noised_denoiser()
+                                          : denoiser(visible_block, shift);
   // A denoiser with draft passes may have a window. Then `other` keeps the rows of all positions,
   // and `of` keeps only those in the window.
-  const int32_t window = visible_block == 1 ? any_of<int32_t>(random, {0, 1, 3, 9, 20, 100}) : 0;
+  const int32_t window =
+      visible_block == 1 && !is_causal ? any_of<int32_t>(random, {0, 1, 3, 9, 20, 100}) : 0;
   dlm::Denoiser of = whole;
   of.cache = shape(window);
-  Summing engine(of.cache, visible_block, shares, is_noised, window),
-      windowed(of.cache, visible_block, false, is_noised, window),
-      other(whole.cache, visible_block, false, is_noised, window);
+  Summing engine(of.cache, visible_block, shares, is_noised, window, is_causal),
+      windowed(of.cache, visible_block, false, is_noised, window, is_causal),
+      other(whole.cache, visible_block, false, is_noised, window, is_causal);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
   // A canvas needs at most 96 rows. With guidance, there are two canvases.
   const int64_t window_rows = 16 * (12 + static_cast<int64_t>(random() % 10));

@@ -37,12 +37,13 @@ uint64_t mix(uint64_t x) {  // the SplitMix64 generator
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments,
-          bool has_conditioning = false, int64_t window = 0)
+          bool has_conditioning = false, int64_t window = 0, bool has_causal_drafts = false)
       : HostEngine(std::move(cache)),
         visible_block_(visible_block),
         takes_segments_(takes_segments),
-        mask_(has_conditioning ? kVocabulary : kMask),
-        window_(window) {}
+        mask_(has_conditioning || has_causal_drafts ? kVocabulary : kMask),
+        window_(window),
+        has_causal_drafts_(has_causal_drafts) {}
 
   bool takes_segments() const override { return takes_segments_; }
   std::string description() const override { return "made up"; }
@@ -204,8 +205,10 @@ class Summing final : public dlm::HostEngine {
     }
   }
 
-  // With visible_block 1, the denoiser has draft passes. All rows of a draft pass form one block.
+  // With visible_block 1, the denoiser has draft passes. All rows of a draft pass form one block,
+  // unless draft passes are causal.
   int64_t block_of(int64_t position) const {
+    if (has_causal_drafts_) return position % kLongest;
     return visible_block_ == 1 ? std::min<int64_t>(position, kLongest) : position / visible_block_;
   }
 
@@ -245,6 +248,7 @@ class Summing final : public dlm::HostEngine {
   const bool takes_segments_;
   const int32_t mask_;  // kVocabulary if the denoiser has no mask token
   const int64_t window_;
+  const bool has_causal_drafts_;
   int fails_after_ = -1;
   int64_t most_requests_ = 0;
   dlm::PassCost cost_{};
@@ -268,6 +272,13 @@ dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
           128,
           visible_block == 1 ? 8 : 0,
           visible_block == 1};
+}
+
+// Returns an autoregressive denoiser with draft passes.
+dlm::Denoiser autoregressive_denoiser() {
+  dlm::Denoiser of = denoiser(1, 1);
+  of.mask_token_id = kVocabulary;
+  return of;
 }
 
 // Returns a denoiser that has self-conditioning, and starts from random tokens.

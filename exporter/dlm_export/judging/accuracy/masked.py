@@ -19,10 +19,10 @@ from dlm_calibration import metrics
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     MASK_RATIOS,
+    fill_masks,
     mask_draft_block,
     mask_share,
     noise_block,
-    noise_draft_block,
     pad_to_blocks,
 )
 from dlm_export.judging.sides.side import DraftPass, JudgeError, Side, View, finite_logits
@@ -200,12 +200,8 @@ def _speculated(
         *((i, MASK_RATIOS[i]) for i in indices),
         (-1, 1.0),
     ]  # the drafts of self-speculation come last
-    if not side.has_mask_token:
-        noised, first = noise_draft_block(canvas, side.vocab_size, block_length, rng, start, end)
-        positions = np.arange(first + 1, min(len(noised), end))
-        draft, truth = DraftPass(first, is_updated=True), canvas[positions]
-        yield MaskedCanvas(number, -1, noised, positions, truth, 0.0, draft, "draft")
-        ratios = []
+    if side.has_causal_drafts:
+        ratios = ratios[-1:]
     for index, mask_ratio in ratios:
         masked, first = mask_draft_block(
             canvas, mask_ratio, side.mask_token_id, block_length, rng, start, end
@@ -213,6 +209,8 @@ def _speculated(
         positions = np.flatnonzero(masked[:end] == side.mask_token_id)
         if len(positions):
             truth, is_speculated = canvas[positions], index < 0
+            if not side.has_mask_token:
+                masked = fill_masks(masked, side.vocab_size, rng)
             draft = DraftPass(first, is_updated=is_speculated)
             kind: Kind = "draft" if is_speculated else "masked"
             yield MaskedCanvas(number, index, masked, positions, truth, 0.0, draft, kind)

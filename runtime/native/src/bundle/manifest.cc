@@ -274,8 +274,6 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   const int32_t lowest = is_uniform ? out.vocab_size : 0;
   out.mask_token_id = read_size(loop, "mask_token_id", lowest, out.vocab_size - !is_uniform);
   if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");
-  if (!is_uniform && out.has_causal_drafts())
-    loop.at("draft_block").refuse("with shift 1 needs noise \"uniform\"");
   const json::Value* const size = loop.find("conditioning_size");
   if (size == nullptr) return;
   out.conditioning_size = read_size(loop, "conditioning_size", 1, kMostConditioning);
@@ -620,10 +618,6 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("draft_block", d.draft_block, 0, 1 << 24);
   if (d.draft_block > 0 && (d.visible_block != 1 || d.has_cache == 0))
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: draft_block needs visible_block 1 and has_cache 1");
-  if (d.draft_block > 0 && d.shift == 1 && d.mask_token_id != d.vocab_size)
-    fail(DLM_INVALID_ARGUMENT,
-         "dlm_denoiser: draft_block and shift 1 need mask_token_id = vocab_size, because draft "
-         "passes start from random tokens");
   if (d.mask_token_id == d.vocab_size && d.draft_block == 0)
     fail(
         DLM_INVALID_ARGUMENT,

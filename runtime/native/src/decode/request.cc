@@ -103,7 +103,8 @@ void Request::check_limits() const {
 
 size_t Request::find_positions() {
   if (renoises() && stage().is_repeated() && step_ == 0) write_noise(0);
-  if (stage().is_draft && denoiser_.has_causal_drafts()) write_random(stage().decided, 0);
+  if (stage().is_draft && !denoiser_.has_mask_token() && !renoises())
+    write_random(stage().decided, 0);
   const Range open = window();
   const bool may_edit = this->may_edit(stage()) && (is_editing_ || count_undecided(open) > 0);
   const Range range = may_edit ? stage().block : open;

@@ -112,9 +112,10 @@ struct Denoiser {
   // input of a pass.
   bool has_mask_token() const { return mask_token_id < vocab_size; }
 
-  // Returns true if the denoiser is an autoregressive network with draft passes (Uno). The first
-  // row of a draft pass contains the last decided token, and all other rows contain random tokens.
-  // The low-rank updates apply to the random tokens. Each row of any pass predicts the next position.
+  // Returns true if the denoiser is an autoregressive network with draft passes (Uno, I-DLM). The
+  // first row of a draft pass contains the last decided token, and all other rows contain mask
+  // tokens, or random tokens if there is no mask token. The low-rank updates apply to these other
+  // rows. Each row of any pass predicts the next position.
   bool has_causal_drafts() const { return draft_block > 0 && shift == 1; }
 
   bool is_end(int32_t token) const {
