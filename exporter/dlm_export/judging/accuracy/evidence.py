@@ -121,7 +121,7 @@ def judge(
     given = [(run.prompt, run.room) for run in runs]
     texts = runs_of(candidate, given, candidate_policy or policy, decode, on_done)
     # An autoregressive denoiser is judged by its causal passes, which decide its text.
-    is_causal = reference.has_causal_drafts
+    is_causal = reference.is_verifying and reference.shift == 1
     kind: Kind = "causal" if is_causal else "masked"
     ours, rest = compared.of(kind), [each.of(kind) for each in rest]
     count = len(samples)

@@ -200,7 +200,7 @@ def _speculated(
         *((i, MASK_RATIOS[i]) for i in indices),
         (-1, 1.0),
     ]  # the drafts of self-speculation come last
-    if side.has_causal_drafts:
+    if side.shift == 1:  # the drafts are causal
         ratios = ratios[-1:]
     for index, mask_ratio in ratios:
         masked, first = mask_draft_block(

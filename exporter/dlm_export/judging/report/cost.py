@@ -36,8 +36,13 @@ def compared(name: str, difference: float, interval: Sequence[float], other: str
     return f"cannot tell whether {name} or {other} gives more {NAME} {shown}"
 
 
+def loss_name(judgement: Mapping[str, Any]) -> str:
+    """Name the loss of a judgement. Autoregressive denoisers are judged without masks."""
+    return "masked cross-entropy" if judgement["buckets"] else "cross-entropy"
+
+
 def loss(judgement: Mapping[str, Any]) -> str:
-    """Name the change of the masked cross-entropy if it is significant. Otherwise, return "".
+    """Name the change of the cross-entropy if it is significant. Otherwise, return "".
 
     The loss at masked positions shows a smaller difference than whole answers do.
     """
@@ -46,7 +51,7 @@ def loss(judgement: Mapping[str, Any]) -> str:
     if not way:
         return ""
     return (
-        f" The masked cross-entropy of {judgement['candidate']} {'rises' if way > 0 else 'falls'}: "
+        f" The {loss_name(judgement)} of {judgement['candidate']} {'rises' if way > 0 else 'falls'}: "
         f"{as_change(overall['ce_increase'])}, 95% interval {as_interval(overall['ce_increase_interval'], 'change')}."
     )
 
@@ -63,7 +68,7 @@ def sentence(judgement: Mapping[str, Any]) -> str:
             "Cannot tell whether the predictions are worse" if is_open else "The predictions differ"
         )
         return (
-            f"{told}: the masked cross-entropy of {ours} changes by {as_change(overall['ce_increase'])} against {theirs} "
+            f"{told}: the {loss_name(judgement)} of {ours} changes by {as_change(overall['ce_increase'])} against {theirs} "
             f"(95% interval {as_interval(interval, 'change')}, {judgement['data']['samples']} samples). No text was generated."
         )
     prompts, equal = free["prompts"], round(free["exact_match"] * free["prompts"])
