@@ -36,7 +36,6 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-from examples.smollm2.checkpoint import gguf_path, write_checkpoint
 
 import dlm_runtime
 from benchmarks.llama import Llama, facts, quantise
@@ -46,6 +45,7 @@ from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.quantising.samples import JUDGED_EVERY, RANDOM_LENGTH, CalibrationOptions
 from dlm_export.sources import Source, open_source
+from examples.smollm2.checkpoint import gguf_path, write_checkpoint
 
 FOLDER = ROOT / "build" / "benchmarks"
 CHECKPOINT = ROOT / "build" / "smollm2-checkpoint"

@@ -337,8 +337,8 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
   const bool has_device = graph.find("device_file") != nullptr;
   // Older bundles of denoisers without a mask token do not say which layers have a window. Their
   // graphs expect the cached row of position i in row i.
-  const bool is_in_order = !denoiser.has_mask_token() && !denoiser.has_causal_drafts() &&
-                           window_of(denoiser.cache) == 0;
+  const bool is_in_order =
+      !denoiser.has_mask_token() && !denoiser.has_causal_drafts() && window_of(denoiser.cache) == 0;
   return {folder + "/" + listed(files, graph.at("file")),
           has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
           denoiser.vocab_size,
@@ -625,9 +625,10 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
         "needs draft_block above 0");
   in_range("conditioning_size", d.conditioning_size, 0, kMostConditioning);
   if (d.conditioning_size > 0 && (d.mask_token_id != d.vocab_size || d.shift == 1))
-    fail(DLM_INVALID_ARGUMENT,
-         "dlm_denoiser: conditioning_size needs shift 0 and mask_token_id = vocab_size, which means "
-         "that the denoiser has no mask token");
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "dlm_denoiser: conditioning_size needs shift 0 and mask_token_id = vocab_size, which means "
+        "that the denoiser has no mask token");
   if ((d.eos_count > 0) != (d.eos_token_ids != nullptr))
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is %s, but eos_count is %zu",
          d.eos_token_ids == nullptr ? "NULL" : "set", d.eos_count);

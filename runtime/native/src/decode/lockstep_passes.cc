@@ -157,8 +157,8 @@ Pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
   set_temperatures(members, buffers);
   set_draws(members, pass);
   // A pass that appends its rows reads only the rows before them.
-  const Range left_out{rows.first, stage.use == CacheUse::append ? denoiser_.max_canvas_length
-                                                                 : rows.last};
+  const Range left_out{rows.first,
+                       stage.use == CacheUse::append ? denoiser_.max_canvas_length : rows.last};
   if (pass.cached > 0 && !(lane.kept == left_out)) {
     const Stopwatch timer(seconds.cache);
     lane.context->keep_outside(left_out.first, left_out.last);

@@ -61,8 +61,9 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of one canvas that a pass computes. If is_updated is true, a draft pass uses the low-rank
-// updates of the denoiser. See Denoiser::draft_block for what the rows of a draft pass see.
+// Positions of one canvas that a pass computes. If is_updated is true, a draft pass uses the
+// low-rank updates of the denoiser. See Denoiser::draft_block for what the rows of a draft pass
+// see.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;

@@ -212,10 +212,11 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
   const char* const cache = kCacheNames[static_cast<size_t>(policy.cache)];
   const int32_t visible_block = denoiser.visible_block, shift = causal_shift(policy, denoiser);
   if (denoiser.has_causal_drafts() && policy.commit != Commit::verify)
-    fail(DLM_UNSUPPORTED,
-         "policy: commit = \"%s\" does not suit this denoiser, which is autoregressive and verifies "
-         "its drafts: use commit = \"verify\"",
-         kCommitNames[static_cast<size_t>(policy.commit)]);
+    fail(
+        DLM_UNSUPPORTED,
+        "policy: commit = \"%s\" does not suit this denoiser, which is autoregressive and verifies "
+        "its drafts: use commit = \"verify\"",
+        kCommitNames[static_cast<size_t>(policy.commit)]);
   if (!denoiser.has_mask_token() && !denoiser.has_causal_drafts() && policy.remask != Remask::noise)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"%s\" does not suit this denoiser, which has no mask token and starts "
