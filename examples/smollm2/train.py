@@ -3,8 +3,8 @@
     python examples/smollm2/train.py sample build/smollm2 build/text.safetensors
     python examples/smollm2/train.py train build/smollm2 build/text.safetensors build/adapter
 
-The method is Uno (arXiv:2609.04010). A draft pass has the last token, which uses the base weights,
-and then rows of random tokens, which use the LoRA. Row i is at the position i after the last token,
+The method is Uno (arXiv:2609.04010). A draft pass has the last token, with the base weights,
+and then rows of random tokens, with the LoRA. Row i is at the position i after the last token,
 and predicts the token of the next position. Training text is text that the model wrote. Its keys
 and values come from a pass without the LoRA, and many drafts are trained over them at once.
 """

@@ -322,7 +322,7 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoise
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
   // The draft pass does not predict the last position of the block. The last row of the causal pass
   // predicts this position. If each row of a draft pass predicts the next position, the draft pass
-  // has one row fewer. It then discards the rows that the last causal pass stored behind its own
+  // has one row fewer. It then discards the rows that the last causal pass stored after its own
   // rows, because a position of these may have another token now.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
