@@ -62,8 +62,7 @@ class Stopwatch {
 };
 
 // Positions of one canvas that a pass computes. If is_updated is true, a draft pass uses the
-// low-rank updates of the denoiser. See Denoiser::draft_block for what the rows of a draft pass
-// see.
+// low-rank updates of the denoiser. Denoiser::draft_block says which rows a draft pass sees.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
