@@ -122,7 +122,7 @@ def can_compare_commits(side: Side | NetworkSpec, policy: Policy) -> bool:
 
 def check_tuned(network: NetworkSpec) -> None:
     """Raise JudgeError if effort levels cannot be fitted to a network."""
-    if not network.has_mask_token:
+    if not network.has_mask_token and not network.has_causal_drafts:
         raise JudgeError(
             f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
             "change steps_per_block or entropy_bound instead"

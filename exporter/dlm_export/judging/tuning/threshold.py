@@ -89,7 +89,7 @@ def check_policy(policy: Policy) -> None:
     if policy.commit == "verify":
         raise RequestError(
             "a preset that verifies drafts has no threshold and no effort levels: its text is always that of greedy decoding. "
-            "Choose the preset nemotron-diffusion"
+            "Change block_length to change its speed; in Nemotron-Labs-Diffusion, the preset nemotron-diffusion has levels"
         )
     if policy.commit not in ("threshold", "dynamic"):
         raise RequestError(
