@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from examples.smollm2.checkpoint import gguf_path
 
 import dlm_runtime
 from benchmarks.llama import Llama, facts, quantise
 from benchmarks.shapes import ROOT, machine
 from benchmarks.timing import interleave
 from dlm_runtime import Bundle
+from examples.smollm2.checkpoint import gguf_path
 
 PROMPTS = {
     "prose": "Explain how a rainbow forms.",
