@@ -378,7 +378,7 @@ LOOP: list[Case] = [
     Case(
         "draft passes without causal attention",
         put("loop", "draft_block", 8),
-        "loop.draft_block: needs visible_block 1 and shift 0",
+        "loop.draft_block: needs visible_block 1",
     ),
     Case(
         "updates for draft passes without draft passes",
