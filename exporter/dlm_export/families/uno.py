@@ -108,7 +108,7 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
 FAMILY = Family(
     "uno",
     ("K2HorizonForCausalLM", "LlamaForCausalLM", *QWEN),
-    "Uno: K2-Horizon, Llama and Qwen3 with an adapter for draft passes",
+    "Uno: K2-Horizon, Llama, Qwen3 and Uno bundles, with an adapter for draft passes",
     "self-speculation",
     read_network,
     origins,
