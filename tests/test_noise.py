@@ -335,7 +335,10 @@ def test_self_conditioning_goes_from_a_pass_to_the_next_one_over_the_block() -> 
     ("changes", "sentence"),
     [
         ({"draft_block": None, "visible_block": None}, "which needs draft_block above 0"),
-        ({"mask_token_id": 9, "conditioning_size": 4}, "needs shift 0 and mask_token_id = vocab_size"),
+        (
+            {"mask_token_id": 9, "conditioning_size": 4},
+            "needs shift 0 and mask_token_id = vocab_size",
+        ),
         ({"mask_token_id": 11}, "mask_token_id = 11 is outside 0..10"),
         ({"conditioning_size": 1 << 17}, "conditioning_size = 131072 is outside 0..65536"),
     ],
