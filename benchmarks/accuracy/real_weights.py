@@ -148,15 +148,21 @@ def judge_bundle(
     return row
 
 
+def smollm2_gguf(file_type: str) -> Path:
+    """Return the distributed file in another format. It is converted to F32 first, and kept."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"smollm2-{file_type}.gguf"
+    if not path.is_file():
+        quantise(gguf_path() if file_type == "F32" else smollm2_gguf("F32"), path, file_type)
+    return path
+
+
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
     """Measure the loss of llama.cpp with a GGUF file of type ``file_type``.
 
     llama.cpp converts the distributed file to F32, and then quantises the F32 file.
     """
-    path = FOLDER / f"smollm2-{file_type}.gguf"
-    whole = FOLDER / "smollm2-F32.gguf"
-    if not path.is_file():
-        quantise(gguf_path() if path == whole else whole, path, file_type)
+    path = smollm2_gguf(file_type)
     types = Counter(
         tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1
     )

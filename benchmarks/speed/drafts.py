@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 import dlm_runtime
-from benchmarks.llama import Llama, facts, quantise
-from benchmarks.shapes import ROOT, machine
+from benchmarks.accuracy.real_weights import smollm2_gguf
+from benchmarks.llama import Llama, facts
+from benchmarks.shapes import machine
 from benchmarks.timing import interleave
 from dlm_runtime import Bundle
-from examples.smollm2.checkpoint import gguf_path
 
 PROMPTS = {
     "prose": "Explain how a rainbow forms.",
@@ -46,14 +46,11 @@ class Ours:
         self.bundle, self.block_length = bundle, block_length
         self.made: dict[str, Any] = {}
 
-    def tokens(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt, in the chat template."""
-        out = self.bundle.generate(chat=[{"role": "user", "content": prompt}], max_new_tokens=1)
-        return out.tokens[: out.prompt_tokens]
+    def time(self, prompt: str, given: list[int], new_tokens: int) -> float:
+        """Answer a prompt with the token ids ``given``.
 
-    def time(self, prompt: str, new_tokens: int) -> float:
-        """Answer a prompt, and return the seconds per token after the first."""
-        given = self.tokens(prompt)
+        Returns the seconds per token after the first.
+        """
         out = self.bundle.generate(
             tokens=given, max_new_tokens=new_tokens, block_length=self.block_length
         )
@@ -70,8 +67,8 @@ class Ours:
 class Theirs:
     """A GGUF file in llama.cpp, which decodes one token at a time."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        self.model = Llama(path, threads, is_causal=True)
+    def __init__(self, path: Path, threads: int, end: int) -> None:
+        self.model, self.end = Llama(path, threads, is_causal=True), end
         self.made: dict[str, Any] = {}
 
     def next_token(self, tokens: list[int], first: int) -> int:
@@ -85,29 +82,18 @@ class Theirs:
         logits = llama.llama_get_logits_ith(self.model.context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self.model.vocab_size,)).argmax())
 
-    def time(self, given: list[int], new_tokens: int, end: int, prompt: str) -> float:
-        """Like ``Ours.time``, for the token ids of a prompt."""
+    def time(self, prompt: str, given: list[int], new_tokens: int) -> float:
+        """Like ``Ours.time``."""
         self.model.prepare(1, 512)
         memory = self.model.llama.llama_get_memory(self.model.context)
         self.model.llama.llama_memory_clear(memory, True)
         made = [self.next_token(given, 0)]
         began = time.perf_counter()
-        while len(made) < new_tokens and made[-1] != end:
+        while len(made) < new_tokens and made[-1] != self.end:
             made.append(self.next_token(made[-1:], len(given) + len(made) - 1))
         seconds = time.perf_counter() - began
         self.made[prompt] = {"tokens": made, "tokens_per_pass": 1.0}
         return seconds / (len(made) - 1)
-
-
-def gguf_of(file_type: str) -> Path:
-    """Return the package's file in another format, by way of F32, as in real_weights.py."""
-    folder = ROOT / "build" / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    path, whole = folder / f"smollm2-{file_type}.gguf", folder / "smollm2-F32.gguf"
-    for target, source, kind in ((whole, gguf_path(), "F32"), (path, whole, file_type)):
-        if not target.is_file():
-            quantise(source, target, kind)
-    return path
 
 
 def main() -> None:
@@ -131,16 +117,17 @@ def main() -> None:
             )
     first = next(iter(contestants.values()))
     assert isinstance(first, Ours)
-    given = {prompt: first.tokens(prompt) for prompt in PROMPTS.values()}
     (end,) = first.bundle.manifest["loop"]["eos_token_ids"]
     for file_type in options.file_types.split(","):
-        contestants[f"llama.cpp {file_type}"] = Theirs(gguf_of(file_type), options.threads)
+        contestants[f"llama.cpp {file_type}"] = Theirs(
+            smollm2_gguf(file_type), options.threads, end
+        )
     found: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     for kind, prompt in PROMPTS.items():
+        out = first.bundle.generate(chat=[{"role": "user", "content": prompt}], max_new_tokens=1)
+        given = out.tokens[: out.prompt_tokens]
         runs = {
-            name: functools.partial(each.time, prompt, options.new_tokens)
-            if isinstance(each, Ours)
-            else functools.partial(each.time, given[prompt], options.new_tokens, end, prompt)
+            name: functools.partial(each.time, prompt, given, options.new_tokens)
             for name, each in contestants.items()
         }
         for name, times in interleave(runs, options.rounds, warm_ups=1).items():

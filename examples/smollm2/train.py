@@ -81,18 +81,15 @@ def attention(
     kv, n, size = k.shape[1:]
     q = q.unflatten(1, (kv, -1)) * size**-0.5  # [B, KV, G, N, D]
 
-    def by_draft(x: Tensor) -> Tensor:  # [B, KV, G, N, X] to [B, KV, drafts, G * ROWS, X]
-        return x.unflatten(3, (-1, ROWS)).transpose(2, 3).flatten(3, 4)
-
-    def by_row(x: Tensor) -> Tensor:
+    def regroup(x: Tensor) -> Tensor:  # [B, KV, G, N, X] to [B, KV, drafts, G * ROWS, X], or back
         return x.unflatten(3, (-1, ROWS)).transpose(2, 3).flatten(3, 4)
 
     k, v = k.unflatten(2, (-1, ROWS)), v.unflatten(2, (-1, ROWS))
     cached = (q.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, (-1, n))
-    own = by_row(by_draft(q) @ k.transpose(3, 4))
+    own = regroup(regroup(q) @ k.transpose(3, 4))
     p = (torch.cat([cached, own], -1) + mask).softmax(-1)
     cached, own = p.split([keys.shape[2], ROWS], -1)
-    found = (cached.flatten(2, 3) @ values).unflatten(2, (-1, n)) + by_row(by_draft(own) @ v)
+    found = (cached.flatten(2, 3) @ values).unflatten(2, (-1, n)) + regroup(regroup(own) @ v)
     return found.flatten(1, 2)
 
 

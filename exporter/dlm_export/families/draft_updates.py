@@ -7,19 +7,11 @@ import reprlib
 from dataclasses import replace
 from pathlib import Path
 
-from dlm_export.checkpoints.adapters import (
-    CONFIG_FILE,
-    DRAFT_ADAPTERS,
-    PREFIX,
-    WITHOUT,
-    Adapter,
-    read_adapter,
-)
+from dlm_export.checkpoints.adapters import CONFIG_FILE, PREFIX, Adapter, read_adapter
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Layout, Origin
 from dlm_export.network.spec import LowRankSpec, MlpSpec, NetworkSpec
 
-_, UNO_ADAPTER = DRAFT_ADAPTERS
 _SUFFIX = re.compile(r"(?:^|[./])(layers\.\d+\.\w+\.\w+\.lora_[AB]\.weight)$")
 """Matches the end of a tensor's name, from ``layers`` on. The start depends on the training code."""
 
@@ -32,15 +24,10 @@ def with_updates(
     Without such an adapter, the function returns the network as it is. ``layout`` contains the
     names of the network's tensors. Raises CheckpointError.
     """
-    try:
-        adapter = read_adapter(checkpoint, folder)
-        if adapter is None:
-            return network
-        updates = _updates(network, layout, adapter, checkpoint.path / folder / CONFIG_FILE)
-    except CheckpointError as err:
-        if folder == UNO_ADAPTER:  # the network needs this adapter
-            raise
-        raise CheckpointError(f"{str(err).removesuffix('.')}. {WITHOUT}") from err
+    adapter = read_adapter(checkpoint, folder)
+    if adapter is None:
+        return network
+    updates = _updates(network, layout, adapter, checkpoint.path / folder / CONFIG_FILE)
     layers = tuple(replace(layer, draft_updates=updates) for layer in network.layers)
     return replace(network, layers=layers)
 

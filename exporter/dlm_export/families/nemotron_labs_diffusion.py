@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS
-from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS, WITHOUT
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Origin, Overrides
 from dlm_export.families.draft_updates import origins_with_updates, with_updates
 from dlm_export.families.reading import block_length
@@ -46,7 +46,10 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
     if overrides.no_adapter:
         return network
-    return with_updates(network, LAYOUT, checkpoint, ADAPTER)
+    try:
+        return with_updates(network, LAYOUT, checkpoint, ADAPTER)
+    except CheckpointError as err:
+        raise CheckpointError(f"{str(err).removesuffix('.')}. {WITHOUT}") from err
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
