@@ -1,7 +1,8 @@
 """Tests of Uno: autoregressive networks whose drafts come from a LoRA adapter.
 
 transformers' networks, with the adapter added to some rows only, compute the logits to compare. The
-published loop was written again from SGLang 0.5.23 (speculative/uno_worker_v2.py, linear form).
+published loop was written again from SGLang 0.5.23 (speculative/uno_worker_v2.py, linear form), with
+one change: as in I-DLM (arXiv:2604.11035), a verifying pass also drafts the next tokens.
 """
 
 from __future__ import annotations
@@ -90,33 +91,34 @@ def published(
 ) -> tuple[list[int], list[int]]:
     """Generate text with the published loop, greedily.
 
-    Returns the canvas, and the number of tokens of each round. A draft pass and a verifying pass
-    have ``width`` rows each. The first row of a draft pass contains the last token, and the others
-    contain random tokens. The first row of the draft pass decides the next token for sure.
+    Returns the canvas, and the number of tokens of each pass after the first. The base rows of a
+    pass contain the last token and ``width`` - 1 drafted tokens, or only the last token if a drafted
+    token of the pass before was wrong. They decide tokens. After them, ``width`` - 1 rows with
+    random tokens draft the next tokens.
     """
+    text, passes, drafts = list(prompt), [], list[int]()
 
-    def predict(ids: list[int], first: int, count: int, updated: int) -> list[int]:
-        is_updated = torch.arange(len(ids)) >= len(ids) - updated
-        found = logits(torch.tensor(ids), is_updated)[first : first + count]
-        return [int(token) for token in found.argmax(-1)]
+    def predict(noise: int) -> list[int]:
+        ids = [*text, *drafts]
+        places = np.arange(len(ids), len(ids) + noise)
+        ids += random_tokens(0, 0, places, VOCABULARY, VOCABULARY).tolist()
+        found = logits(torch.tensor(ids), torch.arange(len(ids)) >= len(ids) - noise)
+        return [int(token) for token in found[len(text) - 1 :].argmax(-1)]
 
-    text, rounds = list(prompt), []
-    text += predict(text, len(text) - 1, 1, 0)
+    text += predict(0)
     while len(text) < len(prompt) + new_tokens and END not in text[len(prompt) :]:
-        seed = len(text) - 1
-        places = np.arange(seed + 1, seed + width)
-        noise = random_tokens(0, 0, places, VOCABULARY, VOCABULARY).tolist()
-        candidates = predict([*text, *noise], seed, width, len(noise))
-        target = predict([*text, *candidates], seed + 1, width, 0)
+        found, count = predict(width - 1), len(drafts) + 1
+        target, ahead = found[:count], found[count:]
         accepted = 0
-        while accepted < width - 1 and candidates[accepted + 1] == target[accepted]:
+        while accepted < len(drafts) and drafts[accepted] == target[accepted]:
             accepted += 1
-        made = [*candidates[: accepted + 1], target[accepted]]
+        made = target[: accepted + 1]
         if END in made:
             made = made[: made.index(END) + 1]
+        drafts = ahead if accepted == len(drafts) else []
         text += made[: len(prompt) + new_tokens - len(text)]
-        rounds.append(len(made))
-    return text + [END] * (len(prompt) + new_tokens - len(text)), rounds
+        passes.append(len(made))
+    return text + [END] * (len(prompt) + new_tokens - len(text)), passes
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -162,35 +164,35 @@ def test_an_idlm_is_a_causal_qwen3_with_drafts_from_mask_tokens(tmp_path: Path) 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SDARForCausalLM"])
 def test_the_loop_equals_the_published_loop(tmp_path: Path, architecture: str) -> None:
-    """Canvases, and the number of tokens that each pair of passes decides."""
+    """Canvases, and the number of tokens that each pass decides."""
     folder, bundle = checkpoint_of(tmp_path / "checkpoint", architecture), tmp_path / "bundle"
     report = build(folder, bundle)
     assert report.parity is not None
     assert report.parity.misses == []
-    logits, counts = theirs(folder, architecture), set[int]()
+    logits, counts, whole = theirs(folder, architecture), set[int](), 0
     draw = random.Random(3)
     with dlm_runtime.open(bundle, threads=1) as opened:
         for number in range(12):
-            width = (1, 3, 7)[number % 3]
+            width = (1, 2, 3, 7)[number % 4]
             prompt = [draw.randrange(150) for _ in range(draw.randint(1, 30))]
-            wanted, rounds = published(logits, prompt, 24, width)
-            made, decided = rounds_of(opened, prompt, 24, width)
+            wanted, passes = published(logits, prompt, 24, width)
+            made, decided = passes_of(opened, prompt, 24, width)
             assert made == wanted
-            # The last round may be cut by the length of the canvas.
-            assert decided[:-1] == rounds[: len(decided) - 1]
-            counts |= set(rounds)
-    assert counts >= {2, 3, 4}
+            # The last pass may be cut by the length of the canvas.
+            assert decided[:-1] == passes[:-1]
+            assert len(decided) == len(passes)
+            counts |= set(passes)
+            whole += passes.count(width) if width > 1 else 0
+    assert counts >= {1, 2, 3}
+    assert whole > 3  # passes whose drafts of the next block are used
 
 
-def rounds_of(
+def passes_of(
     bundle: Bundle, prompt: list[int], new_tokens: int, width: int
 ) -> tuple[list[int], list[int]]:
-    """Generate text, and return the canvas and the number of tokens of each verifying pass.
-
-    A draft pass of ``width`` rows drafts a block of ``width`` + 1 tokens.
-    """
+    """Generate text, and return the canvas and the number of tokens of each pass but the first."""
     events = list(
-        bundle.stream(tokens=prompt, max_new_tokens=new_tokens, block_length=width + 1, seed=0)
+        bundle.stream(tokens=prompt, max_new_tokens=new_tokens, block_length=width, seed=0)
     )
     result = events[-1].result
     assert result is not None

@@ -41,7 +41,8 @@ class DenoiserInfo:
             V.
         visible_block: The block length of block-causal attention. If None, attention is full.
         draft_block: The number of tokens of a draft pass. If None, there are no draft passes. A
-            denoiser with draft passes has visible_block 1, shift 0 and a cache.
+            denoiser with draft passes has visible_block 1 and a cache. With shift 1, a pass may end
+            with draft rows instead.
         conditioning_size: C, the number of values of self-conditioning per row, 0..65536. 0 means
             that the denoiser has no self-conditioning. Otherwise, the denoiser has no mask token.
         max_new_tokens: The length of the answers that the denoiser was trained on, in tokens.
@@ -76,7 +77,7 @@ class CallbackPass:
     Args:
         input_ids: Token ids ``[T]``.
         position_ids: The positions of these tokens in the canvas, ``[T]``. In a draft pass,
-            max_canvas_length is added to the positions.
+            or in a draft row, max_canvas_length is added to the position.
         score_rows: The rows (0..T-1) for which the callback must fill the outputs of R rows,
             ``[R]``.
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32

@@ -90,7 +90,7 @@ PRESETS = {
     # the released code.
     "wedlm": Policy(commit="threshold", cache="block", block_length=16),
     # This preset is for networks with draft passes. A draft pass predicts several tokens, and then
-    # a causal pass checks them. Causal passes alone would generate the same text.
+    # a causal pass checks them. With shift 1, one pass does both. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
     # This preset generates the same text as "self-speculation", but one token per pass.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),

@@ -1,18 +1,17 @@
-"""Defines the families Uno and I-DLM: autoregressive networks with draft passes.
+"""Defines the families Uno and I-DLM: autoregressive networks that draft tokens.
 
-All attention is causal, and each row of logits predicts the token at the next position. The first
-row of a draft pass is the last decided token. A causal pass verifies the drafts, so the text is that
-of the autoregressive network.
+All attention is causal, and each row of logits predicts the token at the next position. A pass
+verifies drafted tokens, so the text is that of the autoregressive network. The last rows of a pass
+are draft rows.
 
-In Uno (arXiv:2609.04010), all other rows of a draft pass are random tokens, and use a LoRA adapter
-that belongs to the network. The form of the passes follows SGLang 0.5.23
-(speculative/uno_worker_v2.py). The released bundles have the layers and tensor names of Qwen3, and
-the class name of SDAR. Networks of Llama and Qwen3, and K2-Horizon, which has the layers of Llama,
-need an adapter too.
+In Uno (arXiv:2609.04010), draft rows contain random tokens, and use a LoRA adapter that belongs to
+the network. The released bundles have the layers and tensor names of Qwen3, and the class name of
+SDAR. Networks of Llama and Qwen3, and K2-Horizon, which has the layers of Llama, need an adapter
+too. SGLang 0.5.23 (speculative/uno_worker_v2.py) drafts and verifies in two passes. Here, one pass
+does both, as in I-DLM.
 
-In I-DLM (arXiv:2604.11035), all other rows of a draft pass are mask tokens, and there is no adapter.
-The published loop verifies a draft and drafts the next one in the same pass, which saves passes. The
-releases have the class name of SDAR.
+In I-DLM (arXiv:2604.11035), draft rows contain mask tokens, and there is no adapter. The releases
+have the class name of SDAR.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class AttentionSpec:
       the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
       ``causal`` means the keys up to the query's position. ``draft`` means the same as ``causal``,
       except that a query of a draft pass attends to all keys. In training, a draft pass computed
-      ``block_length`` tokens. ``causal`` attention with a ``block_length`` has draft passes too, but
-      they are causal. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
+      ``block_length`` tokens. ``causal`` attention with a ``block_length`` has causal draft rows
+      instead. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
       means causal attention in a sequence that starts with all decided tokens, and ends with all
       mask tokens. Decided tokens therefore do not attend to mask tokens, and a mask token attends
       to all decided tokens.
@@ -272,7 +272,7 @@ class LayerSpec:
 
     ``draft_updates`` are the low-rank updates of the layer's matrices. Only a draft pass whose
     tokens a causal pass then verifies uses them. In all other passes, the matrices have their own
-    weights. If draft passes are causal, the first token of a draft pass does not use the updates.
+    weights. With causal drafts, only draft rows use the updates.
     """
 
     attention: AttentionSpec

@@ -222,7 +222,7 @@ class Layered:
         length = batch.ids.shape[1]
         found = torch.arange(length, device=self.device)
         if batch.draft_start is not None:
-            span = Span(batch.draft_start, length, "drop", True, batch.is_updated)
+            span = Span.of_draft(self.network, batch.draft_start, length, batch.is_updated)
             drafted = torch.from_numpy(span.ids(self.network)).to(self.device)
             found = torch.cat((found[: batch.draft_start], drafted))
         return found.expand_as(batch.ids)

@@ -55,16 +55,19 @@ class Course:
 
     def _advance(self) -> None:
         self.span = self.run.advance()
-        if self.span is None or not self.span.is_draft:
+        if self.span is None or not self.span.is_draft or self.run.is_first:
             self.conditioning = None
+        if self.span is None:
             return
-        if self.run.is_first:
-            self.conditioning = None
-        start, end = self.span.first, self.span.last
+        start, end, is_updated = self.span.first, self.span.last, self.span.is_updated
+        if self.span.draft_rows is not None:
+            start, is_updated = self.span.draft_rows - 1, True
+        elif not self.span.is_draft:
+            return
         read = None if self.conditioning is None else self.conditioning.half().numpy()
         is_open = self.run.is_noised if self.run.policy.remask == "noise" else self.run.undecided
         ratio = float(is_open[start:end].mean())
-        canvas, draft = self.run.tokens[:end].copy(), Draft(start, read, self.span.is_updated)
+        canvas, draft = self.run.tokens[:end].copy(), Draft(start, read, is_updated)
         self.drafts.append(State(canvas, "trajectory", ratio, self._first, draft))
 
     def past(self, i: int) -> Past | None:

@@ -7,7 +7,7 @@ the canvases of a finished run uses it too. The module needs neither torch nor a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -72,6 +72,8 @@ class Turn:
       ``[M]``, and -1 for undecided positions.
     - ``drafted``: the drafted tokens of the positions, int64 ``[M]``, if the turn verifies them. The
       last position has no drafted token, and contains -1.
+    - ``drafts``: the positions after ``positions`` whose tokens the pass drafts, int64 ``[N]``, if
+      it also verifies tokens. The drafts are used only if the turn decides all of ``positions``.
     - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
       blocks. At least one position before ``first_end`` commits.
     - ``steps``: the number of passes planned for the same positions.
@@ -87,6 +89,7 @@ class Turn:
     is_forced: bool = False
     standing: np.ndarray | None = None
     drafted: np.ndarray | None = None
+    drafts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     first_end: int | None = None
     steps: int = 1
 
@@ -268,11 +271,13 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
     last. The draft pass predicts a token for each of these positions. It uses the network's low-rank
-    updates for draft passes, if there are any. With ``shift`` 1, it has one row fewer, because each
-    row predicts the next position. The causal pass stores the
-    rows, and predicts the token after each row. The caller decides the positions whose predicted
-    tokens equal the drafted tokens, up to and including the first position where the tokens differ.
-    The next block starts after these positions.
+    updates for draft passes, if there are any. The causal pass stores the rows, and predicts the
+    token after each row. The caller decides the positions whose predicted tokens equal the drafted
+    tokens, up to and including the first position where the tokens differ. The next block starts
+    after these positions.
+
+    With causal drafts (``shift`` 1), one pass verifies a block and drafts the next one.
+    ``_drafting_turn`` describes it.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     if not undecided.any():
@@ -284,20 +289,51 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     end = start + 1
     stored = Span(0, start, "append")
     yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))
+    drafts = 0
     while not _end(canvas, wanted, start, end, policy, looped):
         if not undecided.any():
             return
         start = int(undecided.argmax())
+        if looped.shift:
+            drafts = drafts if start == end else 0  # wrong tokens make all later drafts useless
+            turn = _drafting_turn(tokens, start, drafts, block_length)
+            yield turn
+            end, drafts = turn.end, len(turn.drafts)
+            continue
         end = min(start + block_length, length)
         rows = Span(start - 1, end - 1, "append")
         if end - start > 1:
-            drafts = np.arange(start, end - 1)
-            kept = "append" if looped.shift else "drop"
-            drafting = Span(rows.first, rows.last - looped.shift, kept, True, True)
-            yield Turn(start, end, 0, 0, drafting, drafts, len(drafts))
+            positions = np.arange(start, end - 1)
+            drafting = Span(rows.first, rows.last, "drop", True, True)
+            yield Turn(start, end, 0, 0, drafting, positions, len(positions))
         drafted = np.append(tokens[start : end - 1], -1)
         positions = np.arange(start, end)
         yield Turn(start, end, 0, 0, rows, positions, len(positions), drafted=drafted)
+
+
+def _drafting_turn(tokens: np.ndarray, start: int, drafts: int, block_length: int) -> Turn:
+    """Return a turn that verifies ``drafts`` tokens from ``start`` on, and drafts the next block.
+
+    All rows of the pass are causal. The first rows contain the last decided token and the drafted
+    tokens. They predict the positions of the block, which ends one position after the last drafted
+    token. The other rows are draft rows, and contain random tokens or mask tokens. They draft all
+    positions of the next block but its last one.
+    """
+    end = start + drafts + 1
+    next_end = min(end + block_length, len(tokens))
+    found = np.arange(end, next_end - 1)
+    first_draft = end - 1 if len(found) else None
+    return Turn(
+        start,
+        end,
+        0,
+        0,
+        Span(start - 1, end - 1 + len(found), "append", draft_rows=first_draft),
+        np.arange(start, end),
+        end - start,
+        drafted=np.append(tokens[start : end - 1], -1),
+        drafts=found,
+    )
 
 
 def _scored(

@@ -56,10 +56,13 @@ class Span:
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
 
-    If ``is_draft`` is true, the pass is a draft pass. Only networks with a ``draft_block`` have draft
-    passes. All rows of a draft pass attend to each other, unless the network has causal drafts. All
-    other passes are causal. If ``is_updated`` is true, the pass uses the network's low-rank updates
-    for draft passes, if there are any.
+    If ``is_draft`` is true, the pass is a draft pass, in which all rows attend to each other. Only
+    networks with a ``draft_block`` have draft passes. All their other passes are causal. If
+    ``is_updated`` is true, the pass uses the network's low-rank updates for draft passes, if there
+    are any.
+
+    With causal drafts, all passes are causal, and the rows from the position ``draft_rows`` on are
+    draft rows, which use the low-rank updates. If ``draft_rows`` is ``None``, there are none.
     """
 
     first: int
@@ -67,22 +70,35 @@ class Span:
     kept: str
     is_draft: bool = False
     is_updated: bool = False
+    draft_rows: int | None = None
 
     def ids(self, network: NetworkSpec) -> np.ndarray:
         """Return the position ids of the pass, int64 ``[T]``.
 
         The length of the longest canvas is added to the position ids of a draft pass. If the pass
         uses low-rank updates, this length is added twice. With causal drafts, it is added once, to
-        all position ids but the first.
+        the position ids of draft rows.
         """
-        is_causal, found = network.has_causal_drafts, np.arange(self.first, self.last)
-        is_updated = self.is_updated and network.has_draft_updates and not is_causal
-        found[int(is_causal) :] += (self.is_draft + is_updated) * network.max_canvas_length
+        found, longest = np.arange(self.first, self.last), network.max_canvas_length
+        if self.draft_rows is not None:
+            found[self.draft_rows - self.first :] += longest
+        elif self.is_draft:
+            found += (1 + (self.is_updated and network.has_draft_updates)) * longest
         return found
 
     @property
     def is_stored(self) -> bool:
         return self.kept != "drop"
+
+    @classmethod
+    def of_draft(cls, network: NetworkSpec, start: int, last: int, is_updated: bool) -> Span:
+        """Return the span of a pass that drafts a block and stores no keys and values.
+
+        With causal drafts, the row ``start`` contains a decided token, and is not a draft row.
+        """
+        is_causal = network.has_causal_drafts
+        first_draft = start + 1 if is_causal else None
+        return cls(start, last, "drop", not is_causal, is_updated, first_draft)
 
 
 @dataclass(frozen=True)

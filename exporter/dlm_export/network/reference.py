@@ -18,7 +18,7 @@ This module runs the passes of one request. ``loop_turns`` schedules the passes,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -134,12 +134,12 @@ class Run:
         if self.policy.remask == "noise":
             if turn.step == 0 and len(turn.positions):
                 self._write_noise(0)
-        elif turn.span.is_draft and not self.network.has_mask_token:
-            self._write_random(0)
+        elif turn.span.draft_rows is not None and not self.network.has_mask_token:
+            self._write_random(np.arange(turn.span.draft_rows, turn.span.last), 0)
         return turn.span
 
-    def _write_random(self, step: int) -> None:
-        network, positions = self.network, self.turn.positions
+    def _write_random(self, positions: np.ndarray, step: int) -> None:
+        network = self.network
         self.tokens[positions] = random_tokens(
             self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
         )
@@ -150,7 +150,7 @@ class Run:
         Positions with only one possible token get this token.
         """
         positions = self.turn.positions
-        self._write_random(step)
+        self._write_random(positions, step)
         self.is_noised[positions] = True
         first, last = int(positions[0]), int(positions[-1]) + 1
         certain, tokens = self.proposer.scaffold(self.canvas, first, last)
@@ -173,14 +173,13 @@ class Run:
 
         Row 0 is the first row of the pass.
         """
-        span = self.turn.span
-        return torch.from_numpy(
-            (self.turn.positions - shift_of(self.network, is_draft=span.is_draft)).clip(min=0)
-            - span.first
-        )
+        span, shift = self.turn.span, shift_of(self.network, is_draft=self.turn.span.is_draft)
+        positions = np.concatenate((self.turn.positions, self.turn.drafts))
+        return torch.from_numpy((positions - shift).clip(min=0) - span.first)
 
     def commit(self, logits: Tensor) -> Proposals:
-        """Commit the tokens that the policy chooses, and return all proposed tokens.
+        """Commit the tokens that the policy chooses, and return the tokens proposed for the turn's
+        positions.
 
         ``logits`` are the raw logits of ``rows``, fp32 ``[M, V]``.
         """
@@ -189,6 +188,7 @@ class Run:
         logits = logits.clone()
         for first, last in self.network.unused_tokens:
             logits[:, first:last] = -torch.inf
+        logits, later = logits[: len(turn.positions)], logits[len(turn.positions) :]
         proposals = proposer.propose(turn, self.canvas, logits)
         if self.policy.remask == "noise":
             if len(turn.positions):
@@ -205,12 +205,23 @@ class Run:
         if is_verified:
             # After a draft pass, write the drafted tokens to the canvas, because the next pass
             # verifies them. After the verifying pass, mask these positions again.
-            self.tokens[turn.positions] = (
-                proposals.tokens if turn.span.is_draft else self.network.mask_token_id
-            )
+            if turn.span.is_draft:
+                self.tokens[turn.positions] = proposals.tokens
+            else:
+                self.tokens[self.undecided] = self.network.mask_token_id
         self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
         proposer.note(committed, proposals.tokens[chosen])
+        if len(turn.drafts) and chosen.all():
+            block = replace(
+                turn,
+                start=turn.end,
+                end=int(turn.drafts[-1]) + 2,
+                positions=turn.drafts,
+                drafted=None,
+            )
+            drafts = proposer.propose(block, self.canvas, later).tokens
+            self.tokens[turn.drafts] = self.guess[turn.drafts] = drafts
         return proposals
 
     def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
@@ -324,7 +335,8 @@ def fill(
             conditioning = denoiser.soft_embedding(logits, temperature)[None]
         proposals = run.commit(logits)
         if on_pass is not None:
-            on_pass(run.turn, proposals, run.proposer.masked(logits))
+            positions = len(run.turn.positions)
+            on_pass(run.turn, proposals, run.proposer.masked(logits[:positions]))
         if on_step is not None:
             on_step(run.canvas)
     return Reference(run.tokens.tolist(), run.nfe)

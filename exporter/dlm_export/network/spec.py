@@ -632,12 +632,11 @@ class NetworkSpec:
 
     @property
     def has_causal_drafts(self) -> bool:
-        """True if the network is autoregressive, with causal draft passes.
+        """True if the network is autoregressive, and drafts tokens in causal passes.
 
-        The first token of a draft pass is the last decided token. All others are mask tokens, or
-        random tokens if there is no mask token. They use the network's low-rank updates, if there
-        are any. Each row of any pass predicts the next position. See Uno (arXiv:2609.04010) and
-        I-DLM (arXiv:2604.11035).
+        A pass may end with draft rows, which contain mask tokens, or random tokens if there is no
+        mask token. They use the network's low-rank updates, if there are any. Each row of any pass
+        predicts the next position. See Uno (arXiv:2609.04010) and I-DLM (arXiv:2604.11035).
         """
         return all(layer.attention.has_causal_drafts for layer in self.layers)
 

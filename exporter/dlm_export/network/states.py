@@ -30,7 +30,7 @@ def features_of(
         _, past = denoiser.hidden(ids[:, :start], positions[:, :start])
     if draft.conditioning is not None:
         conditioning = torch.from_numpy(draft.conditioning).float().unsqueeze(0).to(device)
-    span = Span(start, ids.shape[1], "drop", is_draft=True, is_updated=draft.is_updated)
+    span = Span.of_draft(denoiser.network, start, ids.shape[1], draft.is_updated)
     drafted = torch.from_numpy(span.ids(denoiser.network)).to(device).unsqueeze(0)
     features, _ = denoiser.hidden(ids[:, start:], drafted, past, conditioning=conditioning)
     return features[0, rows.to(device) - start]

@@ -90,7 +90,8 @@ def list_passes(
 
     The prediction makes these assumptions: Each pass that scores positions commits
     ``tokens_per_pass`` tokens on average, which must be at least 1. With the commit rule "verify",
-    each verifying pass commits this number of tokens on average, and draft passes commit no token.
+    each pass that verifies drafts commits this number of tokens on average, and draft passes commit
+    no token.
     With ``remask`` "noise", a block of n positions takes n / ``tokens_per_pass`` passes.
     Passes that may edit a finished block change no token. The generation contains no end token.
     """
@@ -110,7 +111,7 @@ def list_passes(
         is_idle = not len(wanted) or is_drafted
         for start, end in _parts(turn, loop) if is_filling else (whole,):
             is_last = end == turn.span.last
-            rows = max(1, len(turn.positions)) if is_last else 1
+            rows = max(1, len(turn.positions) + len(turn.drafts)) if is_last else 1
             cached = _cached(turn, start, len(canvas.tokens), loop)
             commits = is_last and not is_idle
             found.append(PlannedPass(PassSize(end - start, cached, rows), commits))

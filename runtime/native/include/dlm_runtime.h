@@ -118,10 +118,10 @@ typedef struct dlm_denoiser {
                           position. In all other passes, a row sees no later positions and predicts
                           the next position. n is the number of rows that draft passes had during
                           training. draft_block needs visible_block 1 and a cache.
-                          With shift 1, the denoiser is autoregressive: in draft passes too, a row
-                          sees no later positions and predicts the next position. The first row of
-                          a draft pass is the last decided token. All other rows are mask tokens,
-                          or random tokens if mask_token_id is V. Policies need commit "verify" */
+                          With shift 1, the denoiser is autoregressive: in all passes, a row sees
+                          no later positions and predicts the next position. A pass may end with
+                          draft rows, which contain mask tokens, or random tokens if mask_token_id
+                          is V. Policies need commit "verify" */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
                                 pass returns C numbers for each scored row, and the next draft pass
                                 over the same block reads them. In this case, mask_token_id must be
@@ -146,7 +146,7 @@ typedef struct dlm_pass {
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas; in a draft pass,
                                   max_canvas_length is added to the positions. With shift 1, it is
-                                  not added to the position of the first row */
+                                  added to the positions of draft rows */
   const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */
@@ -196,8 +196,9 @@ typedef struct dlm_policy {
                           "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
                           "sequential" | "entropy_threshold" | "verify": for denoisers with draft
                           passes. A draft pass predicts the tokens of a block, and a causal pass
-                          verifies them. Causal passes alone, which decide one token per pass, would
-                          give the same text. "verify" needs cache "block" and select "argmax". It
+                          verifies them. With shift 1, the causal pass also drafts the next block.
+                          Causal passes alone, which decide one token per pass, would give the same
+                          text. "verify" needs cache "block" and select "argmax". It
                           cannot be combined with guidance, sub-blocks, given tokens after the first
                           undecided position, steps_per_block or dlm_request.steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */

@@ -59,7 +59,7 @@ class DraftPasses:
             names = [each.name.replace("past", "present") for each in self._caches]
             found = self._run(names, canvas[:start], positions, positions[-1:], past, temperature)
             past = dict(zip(past, found, strict=True))
-        span = Span(start, len(canvas), "drop", is_draft=True, is_updated=draft.is_updated)
+        span = Span.of_draft(self._network, start, len(canvas), draft.is_updated)
         block, positions = canvas[start:], span.ids(self._network)
         read = None
         if self._network.conditioning is not None:

@@ -42,12 +42,11 @@ Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, in
   for (const Piece& piece : pieces) {
     const auto [first, last] = piece.rows;
     const int64_t longest = denoiser.max_canvas_length;
-    const bool is_causal = denoiser.has_causal_drafts();
-    const int64_t start = longest * (int{piece.is_draft} + int{piece.is_updated && !is_causal});
+    const int64_t start = longest * (int{piece.is_draft} + int{piece.is_updated});
     buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
                              piece.canvas->begin() + last);
     for (int32_t i = first; i < last; ++i)
-      buffers.position_ids.push_back((i == first && is_causal ? 0 : start) + i);
+      buffers.position_ids.push_back((i < piece.draft_rows ? start : longest) + i);
   }
   Pass pass{};
   pass.struct_size = sizeof(dlm_pass);

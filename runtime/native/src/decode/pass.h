@@ -62,12 +62,15 @@ class Stopwatch {
 };
 
 // Positions of one canvas that a pass computes. If is_updated is true, a draft pass uses the
-// low-rank updates of the denoiser. Denoiser::draft_block says which rows a draft pass sees.
+// low-rank updates of the denoiser. Denoiser::draft_block says which rows a draft pass sees. If
+// drafts are causal, the rows from the position `draft_rows` on are draft rows, which use the
+// updates.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
   bool is_draft = false;
   bool is_updated = false;
+  int32_t draft_rows = INT32_MAX;
   // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
   const std::vector<float>* conditioning = nullptr;
 };

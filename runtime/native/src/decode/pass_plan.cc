@@ -317,18 +317,38 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
 }
 
 void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoiser& denoiser,
-                   int32_t start, int32_t length) {
-  const auto end =
-      static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
+                   int32_t start, int32_t length, int32_t drafts) {
+  const auto end_of_block = [&](int32_t first) {
+    return static_cast<int32_t>(std::min<int64_t>(int64_t{first} + policy.block_length, length));
+  };
+  const Range once{};
+  if (denoiser.has_causal_drafts()) {
+    // No row drafts the last position of the next block. The pass that verifies the block predicts
+    // it.
+    const int32_t end = start + drafts + 1, drafted = std::max(end, end_of_block(end) - 1);
+    plan.push_back({{start - 1, drafted - 1},
+                    start - 1,
+                    CacheUse::append,
+                    PassKind::verify,
+                    {start, end},
+                    once,
+                    1,
+                    {start, end},
+                    true,
+                    false,
+                    1,
+                    false,
+                    {end, drafted}});
+    return;
+  }
   // The draft pass does not predict the last position of the block. The last row of the causal pass
-  // predicts this position. If each row of a draft pass predicts the next position, the draft pass
-  // has one row fewer. It then discards the rows that the last causal pass stored after its own
-  // rows, because a position of these may have another token now.
-  const Range rows{start - 1, end - 1}, block{start, end}, once{};
+  // predicts this position.
+  const int32_t end = end_of_block(start);
+  const Range rows{start - 1, end - 1}, block{start, end};
   if (end - start > 1)
-    plan.push_back({{rows.first, rows.last - denoiser.shift},
+    plan.push_back({rows,
                     rows.first,
-                    denoiser.shift > 0 ? CacheUse::append : CacheUse::read,
+                    CacheUse::read,
                     PassKind::denoise,
                     {start, end - 1},
                     once,

@@ -28,8 +28,12 @@
 //
 // With the commit rule `verify` (self-speculation), the plan depends on the tokens. plan_passes
 // plans the pass that stores the prompt. After the passes of a block, plan_verified plans the next
-// block: a draft pass, and a causal pass over the same rows that verifies the draft. A block starts
-// at the first undecided position. Its rows start one position earlier.
+// block. A block starts at the first undecided position. Its rows start one position earlier. If
+// all rows of a draft pass attend to each other, the block has a draft pass, and a causal pass over
+// the same rows that verifies the draft. If drafts are causal too (I-DLM, Uno), one pass verifies a
+// draft and drafts the next block. Its rows are those of the verified block, and then the draft
+// rows. If a drafted token is wrong, the next block has one position, because the tokens drafted
+// after it came from wrong rows.
 //
 // With remask `noise` (DiffusionGemma), the plan is the same as without `noise`. No position of a
 // block is decided before its last pass, so each pass scores all undecided positions of the block.
@@ -89,7 +93,12 @@ struct Stage {
   // The passes use the low-rank updates of the denoiser, because a later pass verifies their
   // tokens.
   bool is_updated = false;
+  // Positions of the next block whose tokens the pass drafts while it verifies this block. The rows
+  // that predict them contain random tokens or mask tokens, and are the last rows of the pass.
+  Range drafted{};
 
+  // Returns the first position whose row drafts a token for the next block, or the end of the rows.
+  int32_t draft_rows() const { return rows.last - drafted.tokens(); }
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
 
@@ -116,8 +125,9 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
                                const Denoiser& denoiser, int32_t steps, const Engine& engine);
 
 // Appends the stages of the next block to a plan of the commit rule `verify`. The block starts at
-// `start`, which is above 0. `length` is the length of the canvas.
+// `start`, which is above 0. `length` is the length of the canvas. `drafts` is the number of tokens
+// that the last pass drafted from `start` on. It is used only if drafts are causal.
 void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoiser& denoiser,
-                   int32_t start, int32_t length);
+                   int32_t start, int32_t length, int32_t drafts);
 
 }  // namespace dlm

@@ -46,6 +46,20 @@ struct Predictions {
   const float* next_conditioning = nullptr;
   const Drawn* draws = nullptr;  // [R]; NULL if the proposer must draw from the logits
 
+  // Returns the outputs for the positions from number `row` on.
+  Predictions from(size_t row, const Denoiser& denoiser) const {
+    const auto after = [&](auto* all, size_t width) {
+      return all == nullptr ? nullptr : all + row * width;
+    };
+    const size_t k = denoiser.top_k;
+    return {after(tokens, k),
+            after(probs, k),
+            after(log_odds, k),
+            after(entropy, 1),
+            after(logits, denoiser.vocab_size),
+            after(next_conditioning, denoiser.passed_conditioning()),
+            after(draws, 1)};
+  }
   // Returns the log odds of a candidate. `at` is an index into `probs`.
   double log_odds_at(size_t at) const {
     return std::isnan(log_odds[at]) ? log_odds_of(probs[at]) : log_odds[at];

@@ -62,11 +62,8 @@ void Request::check_limits() const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  // verify() plans the later blocks, so the plan does not contain them yet. The largest passes are
-  // those of a whole block at the end of the canvas, so this code checks only such a block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
-    plan_verified(plan, policy_, denoiser_,
-                  std::max(plan.back().block.last, length - policy_.block_length), length);
+    plan_last(plan, plan.back().block.last);
   if (is_ahead() && has_cache()) {
     // choose_rows() changes the rows of each pass. A pass may start at any block.
     for (const Stage& stage : plan_) {
@@ -77,7 +74,7 @@ void Request::check_limits() const {
   for (const Stage& stage : plan) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
-    int32_t rows = count_undecided(stage.decided);
+    int32_t rows = count_undecided(stage.decided) + stage.drafted.tokens();
     // The opening pass of a block (see pass_plan.h) decides at least one position. So each later
     // pass of the block scores at least one position fewer.
     if (is_full && stage.is_repeated()) --rows;
@@ -103,8 +100,9 @@ void Request::check_limits() const {
 
 size_t Request::find_positions() {
   if (renoises() && stage().is_repeated() && step_ == 0) write_noise(0);
-  if (stage().is_draft && !denoiser_.has_mask_token() && !renoises())
-    write_random(stage().decided, 0);
+  const Range drafted = stage().drafted;
+  if (!denoiser_.has_mask_token() && drafted.tokens() > 0)
+    write_random({stage().draft_rows(), stage().rows.last}, 0);
   const Range open = window();
   const bool may_edit = this->may_edit(stage()) && (is_editing_ || count_undecided(open) > 0);
   const Range range = may_edit ? stage().block : open;
@@ -112,6 +110,7 @@ size_t Request::find_positions() {
   for (int32_t i = range.first; i < range.last; ++i)
     if (undecided_[i] != 0 ? i >= open.first && i < open.last : may_edit && !is_given_[i])
       positions_.push_back(i);
+  for (int32_t i = drafted.first; i < drafted.last; ++i) positions_.push_back(i);
   return positions_.size();
 }
 
@@ -143,7 +142,11 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   std::fill(guess_.begin(), guess_.end(), -1);
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
-    propose(predictions, proposals);
+    // The positions after those of the stage are drafted only after the others are verified.
+    const size_t drafts = stage().drafted.tokens();
+    const std::vector<int32_t> drafted(positions_.end() - drafts, positions_.end());
+    positions_.resize(positions_.size() - drafts);
+    propose(turn(), predictions, proposals);
     if (renoises())
       renoise(predictions, proposals);
     else if (!verifies())
@@ -151,7 +154,7 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
     else if (stage().is_draft)
       draft(proposals);
     else
-      verify(predictions, proposals);
+      verify(predictions, proposals, drafted);
   }
   ++nfe_;
   is_made_ = true;

@@ -177,16 +177,15 @@ class Request {
   // numbers also do not depend on how the prompt was split into passes. With commit "verify",
   // Turn::passes is 0, so that random numbers depend only on the position. Then a token is the same
   // for every draft, and a draft uses the same random numbers as the pass that verifies it.
-  Turn turn() const {
+  Turn turn() const { return turn(stage().block, verifies() && !stage().is_draft); }
+  Turn turn(Range block, bool is_causal) const {
     return {canvas_,
             undecided_,
             positions_,
-            stage().block,
-            verifies()   ? 0
-            : renoises() ? step_
-                         : planned_nfe(),
+            block,
+            verifies() ? 0 : renoises() ? step_ : planned_nfe(),
             temperature(),
-            verifies() && !stage().is_draft};
+            is_causal};
   }
   double temperature() const { return temperature_of(policy_, step_, stage().steps); }
   // Lengthens the canvas with undecided mask tokens, up to `length` positions.
@@ -204,10 +203,13 @@ class Request {
   void reserve();
   int32_t count_undecided(Range range) const;
   void check_limits() const;
+  // Appends the stages of a whole block that ends with the canvas and starts at `first` or later.
+  // verify() plans the blocks after the first one, and none of their passes costs more than these.
+  void plan_last(std::vector<Stage>& plan, int32_t first) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   // Returns the score of a row in the unit that callers see: a fraction or an entropy.
   double reported(const Proposals& proposals, size_t row) const;
-  void propose(const Predictions& predictions, Proposals& proposals);
+  void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals);
   // Fills proposals.losses.
   void find_losses(const Predictions& predictions, Proposals& proposals) const;
   // Returns how many of the `left` undecided positions the schedule commits in the next pass.
@@ -219,7 +221,8 @@ class Request {
   void commit(const Predictions& predictions, const Proposals& proposals);
   void choose_commits(const Proposals& proposals);
   void draft(const Proposals& proposals);
-  void verify(const Predictions& predictions, const Proposals& proposals);
+  void verify(const Predictions& predictions, Proposals& proposals,
+              const std::vector<int32_t>& drafted);
   bool verifies() const { return policy_.commit == Commit::verify; }
   bool renoises() const { return policy_.remask == Remask::noise; }
   // Writes random tokens to the undecided positions of `range`, before pass number `step`.

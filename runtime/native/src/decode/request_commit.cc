@@ -42,14 +42,14 @@ double Request::reported(const Proposals& proposals, size_t row) const {
   return policy_.score == Score::entropy && !is_edit ? score : fraction_of(score);
 }
 
-void Request::propose(const Predictions& predictions, Proposals& proposals) {
+void Request::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
   // These checks must come first, because propose() uses the token ids as indices into the logits.
   for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
     check_prediction(row, predictions.tokens[best], predictions.probs[best], 0);
   }
   proposals.resize(positions_.size());
-  proposer_->propose(turn(), predictions, proposals);
+  proposer_->propose(turn, predictions, proposals);
   for (size_t row = 0; row < positions_.size(); ++row)
     check_prediction(row, proposals.tokens[row], proposals.probs[row], reported(proposals, row));
   if (is_constrained_) find_losses(predictions, proposals);
@@ -134,10 +134,11 @@ void Request::draft(const Proposals& proposals) {
 
 // Decides positions from left to right. The last decided position is the first position whose
 // drafted token differs from the proposed token. If the policy stops at end tokens, an earlier end
-// token is the last decided position instead. Then plans the next block. The draft does not include
-// the last position of a block. At this position, the canvas contains the mask token, which always
-// differs from the proposed token.
-void Request::verify(const Predictions& predictions, const Proposals& proposals) {
+// token is the last decided position instead. The draft does not include the last position of a
+// block. Then plans the next block, and drafts it with the last rows of the pass if all drafted
+// tokens were right.
+void Request::verify(const Predictions& predictions, Proposals& proposals,
+                     const std::vector<int32_t>& drafted) {
   note_guesses(proposals);
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row) {
@@ -146,11 +147,21 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
     if (canvas_[positions_[row]] != token) break;
     if (policy_.stop != Stop::none && denoiser_.is_end(token)) break;
   }
-  for (const int32_t position : positions_) canvas_[position] = denoiser_.mask_token_id;
+  for (int32_t i = positions_.front(); i < stage().rows.last; ++i)
+    canvas_[i] = denoiser_.mask_token_id;
+  canvas_[positions_.back()] = denoiser_.mask_token_id;
   take(predictions, proposals, order_);
+  const bool is_right = order_.size() == positions_.size();
   const int32_t next = positions_[order_.size() - 1] + 1;
   const auto length = static_cast<int32_t>(canvas_.size());
-  if (next < length) plan_verified(plan_, policy_, denoiser_, next, length);
+  if (next == length) return;
+  const size_t drafts = is_right ? drafted.size() : 0;
+  plan_verified(plan_, policy_, denoiser_, next, length, static_cast<int32_t>(drafts));
+  if (drafts == 0) return;
+  const Predictions rest = predictions.from(positions_.size(), denoiser_);
+  positions_ = drafted;
+  propose(turn(plan_.back().block, false), rest, proposals);
+  draft(proposals);
 }
 
 void Request::take(const Predictions& predictions, const Proposals& proposals,

@@ -71,20 +71,26 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
   const auto add = [&](const Stage& stage) {
     const PassLoad load =
-        load_of(stage, may_edit(stage) ? stage.block.tokens() : stage.decided.tokens());
+        load_of(stage, may_edit(stage) ? stage.block.tokens()
+                                       : stage.decided.tokens() + stage.drafted.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
   };
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
   if (verifies()) {
-    // verify() plans the later blocks. The passes over a block at the end of the canvas cost the
-    // most, so this code adds them.
-    const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
-    plan_verified(last, policy_, denoiser_, std::max(1, length - policy_.block_length), length);
+    plan_last(last, 1);
     for (const Stage& stage : last) add(stage);
   }
   return most;
+}
+
+void Request::plan_last(std::vector<Stage>& plan, int32_t first) const {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const int64_t block = policy_.block_length, blocks = denoiser_.has_causal_drafts() ? 2 : 1;
+  const auto tokens = static_cast<int32_t>(std::min<int64_t>(blocks * block, length - first));
+  plan_verified(plan, policy_, denoiser_, length - tokens, length,
+                static_cast<int32_t>(std::min<int64_t>(block, tokens)) - 1);
 }
 
 }  // namespace dlm

@@ -91,7 +91,7 @@ struct Denoiser {
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. With shift 0, each
   // row of a draft pass sees all rows of the pass. All other passes of such a denoiser are causal.
-  // With shift 1, draft passes are causal too (see has_causal_drafts).
+  // With shift 1, all passes are causal (see has_causal_drafts).
   int32_t draft_block = 0;
   // True if the denoiser has low-rank updates for draft passes whose tokens are verified.
   bool has_draft_updates = false;
@@ -112,10 +112,10 @@ struct Denoiser {
   // input of a pass.
   bool has_mask_token() const { return mask_token_id < vocab_size; }
 
-  // Returns true if the denoiser is an autoregressive network with draft passes (Uno, I-DLM). The
-  // first row of a draft pass contains the last decided token, and all other rows contain mask
-  // tokens, or random tokens if there is no mask token. The low-rank updates apply to these other
-  // rows. Each row of any pass predicts the next position.
+  // Returns true if the denoiser is an autoregressive network that drafts tokens (Uno, I-DLM). A
+  // pass may end with draft rows, which contain mask tokens, or random tokens if there is no mask
+  // token. The low-rank updates apply to these rows. Each row of any pass predicts the next
+  // position.
   bool has_causal_drafts() const { return draft_block > 0 && shift == 1; }
 
   bool is_end(int32_t token) const {
