@@ -599,6 +599,12 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (sdar_config, {}, Overrides(attention_block=0), "--attention-block is 0; blocks have at least"),
     (
         sdar_config,
+        {},
+        Overrides(attention_block=1 << 20),
+        "--attention-block is 1048576, but a canvas",
+    ),
+    (
+        sdar_config,
         {"num_key_value_heads": 3},
         Overrides(),
         "is not a multiple of num_key_value_heads 3",

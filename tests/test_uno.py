@@ -22,7 +22,10 @@ from torch import Tensor
 
 import dlm_runtime
 from dlm_export.build import build
+from dlm_export.checkpoints.folder import CheckpointError
+from dlm_export.families.base import Overrides
 from dlm_export.network.loop_random import random_tokens
+from dlm_export.sources import open_source
 from dlm_runtime import Bundle
 
 transformers = pytest.importorskip("transformers")
@@ -198,6 +201,12 @@ def passes_of(
     assert result is not None
     decided = [event.committed for event in events if event.committed]
     return result.tokens, decided[1:]
+
+
+def test_the_adapter_for_drafts_cannot_be_merged(tmp_path: Path) -> None:
+    folder = checkpoint_of(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(CheckpointError, match="--adapter adapter: only draft passes use"):
+        open_source(folder, Overrides(adapter="adapter"))
 
 
 def test_draws_have_the_distribution_of_direct_sampling(tmp_path: Path) -> None:

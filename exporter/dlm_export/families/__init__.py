@@ -112,6 +112,10 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         raise CheckpointError(
             f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks"
         )
+    if block is not None and block > network.max_canvas_length:
+        raise CheckpointError(
+            f"{checkpoint.path}: --attention-block is {block}, but a canvas has at most {network.max_canvas_length} tokens"
+        )
     network = replace(network, adapter=overrides.adapter)
     _check_adapters(checkpoint, network, overrides, family)
     for layer in network.layers:
@@ -129,6 +133,11 @@ def _check_adapters(
     checkpoint: Checkpoint, network: NetworkSpec, overrides: Overrides, family: Family
 ) -> None:
     """Raise CheckpointError if an adapter would be left out, although the user did not say so."""
+    if overrides.adapter is not None and overrides.adapter == family.draft_adapter:
+        raise CheckpointError(
+            f"{checkpoint.path}: --adapter {overrides.adapter}: only draft passes use this adapter, so it cannot be merged. "
+            "Omit the option."
+        )
     used = {overrides.adapter, family.draft_adapter}
     others = [name for name in names_of(checkpoint) if name not in used]
     if others and not overrides.no_adapter:

@@ -90,5 +90,10 @@ def origins_with_updates(
             suffix = _SUFFIX.search(released)
             assert suffix is not None, released
             tensor = by_suffix.get(suffix[1], f"{folder}/{PREFIX}{released}")
+            shape = checkpoint.tensors[tensor].shape if tensor in checkpoint.tensors else ()
+            if kind == "A" and shape and shape[0] != adapter.rank:
+                raise CheckpointError(
+                    f"{checkpoint.path / folder / CONFIG_FILE}: r is {adapter.rank}, but the rank of {tensor} is {shape[0]}"
+                )
             origins[f"{path}.{parameter}"] = Origin.of(tensor, transpose=True, scale=scale)
     return origins
