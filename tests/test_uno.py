@@ -7,6 +7,7 @@ one change: as in I-DLM (arXiv:2604.11035), a verifying pass also drafts the nex
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import ADAPTED, uno_config, write_adapter, write_checkpoint
+from click.testing import CliRunner
 from denoisers import load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,10 +25,17 @@ from torch import Tensor
 import dlm_runtime
 from dlm_export.build import build
 from dlm_export.checkpoints.folder import CheckpointError
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
+from dlm_export.judging.tuning.block_length import (
+    LENGTHS,
+    BlockTime,
+    BlockTimes,
+    with_block_length,
+)
 from dlm_export.network.loop_random import random_tokens
 from dlm_export.sources import open_source
-from dlm_runtime import Bundle
+from dlm_runtime import PRESETS, Bundle, RequestError
 
 transformers = pytest.importorskip("transformers")
 
@@ -207,6 +216,44 @@ def test_the_adapter_for_drafts_cannot_be_merged(tmp_path: Path) -> None:
     folder = checkpoint_of(tmp_path, "LlamaForCausalLM")
     with pytest.raises(CheckpointError, match="--adapter adapter: only draft passes use"):
         open_source(folder, Overrides(adapter="adapter"))
+
+
+def test_effort_stores_the_fastest_block_length(tmp_path: Path) -> None:
+    """The block length becomes the default. Levels are refused, because there are none."""
+    folder, bundle = checkpoint_of(tmp_path / "checkpoint", "LlamaForCausalLM"), tmp_path / "bundle"
+    build(folder, bundle)
+    found = CliRunner().invoke(
+        main, ["effort", str(bundle), "--samples", "1", "--threads", "1", "--json"]
+    )
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    times = {each["block_length"]: each for each in told["times"]}
+    assert (told["preset"], told["own"], list(times)) == ("self-speculation", 4, list(LENGTHS))
+    assert times[1]["tokens_per_pass"] <= times[4]["tokens_per_pass"]
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        chosen = opened.policy().block_length
+        with pytest.raises(RequestError, match="no levels, because its text does not depend"):
+            opened.policy(effort="low")
+    assert times[chosen]["ms"] == min(each["ms"] for each in told["times"]) or chosen == 4
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [((9, 8, 7), 3), ((9, 8, 7.9), 2), ((7, 8, 9), 1)])
+def test_a_block_length_is_replaced_only_if_that_saves_time(
+    ms: tuple[float, ...], chosen: int
+) -> None:
+    times = [BlockTime(length, each, 1.5) for length, each in enumerate(ms, 1)]
+    found = BlockTimes("self-speculation", 2, 8, 1, times)
+    presets = {"self-speculation": PRESETS["self-speculation"].with_fields({"block_length": 2})}
+    loop = {
+        "presets": {name: each.as_dict() for name, each in presets.items()},
+        "default_preset": "self-speculation",
+    }
+    made = with_block_length({"loop": loop}, found)
+    assert made["loop"]["presets"][made["loop"]["default_preset"]]["block_length"] == chosen
+    assert (
+        f"a token takes {ms[chosen - 1]:.2f} ms with blocks of {chosen}"
+        in made["default_loop"]["reason"]
+    )
 
 
 def test_draws_have_the_distribution_of_direct_sampling(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Defines the command ``effort``, which fits effort levels and the default loop of a bundle."""
+"""Defines the command ``effort``, which fits a bundle's effort levels and default loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlm_export.cli.options import (
     options,
     text,
 )
-from dlm_export.cli.printing import Bars, print_effort, print_json, warn
+from dlm_export.cli.printing import Bars, print_effort, print_json, print_table, warn
 from dlm_export.cli.values import opening
 
 
@@ -45,15 +45,29 @@ def effort(
     or later. The default loop is a variant, too: the variant that needs the fewest passes, among
     the variants whose quality is as good as with one committed token per pass.
 
+    A preset that verifies drafts has no levels, because its text is always the same. The command
+    then stores the block length that is fastest on this machine.
+
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """
+    from dlm_export.judging.tuning.block_length import BlockTimes
     from dlm_export.judging.tuning.fit_bundle import EffortOptions, fit_bundle
     from dlm_export.quantising.samples import CalibrationOptions
 
     options = EffortOptions(CalibrationOptions(data=data, preset=preset), samples, opening(values))
     with Bars() as bars:
-        levels = fit_bundle(bundle, options, bars, warn)
+        found = fit_bundle(bundle, options, bars, warn)
     if as_json:
-        print_json(asdict(levels))
+        print_json(asdict(found))
+    elif isinstance(found, BlockTimes):
+        rows = [
+            [str(each.block_length), f"{each.ms:.2f}", f"{each.tokens_per_pass:.2f}"]
+            for each in found.times
+        ]
+        title = (
+            f"Blocks of {found.preset}, on {found.samples} samples, with {found.threads} threads"
+        )
+        print_table(title, ["block_length", "ms per token", "tokens per pass"], rows)
+        click.echo(f"default block_length: {found.chosen.block_length}")
     else:
-        print_effort(asdict(levels))
+        print_effort(asdict(found))

@@ -344,7 +344,7 @@ def _verified_words(manifest: Mapping[str, Any]) -> list[str]:
     if not named:
         return []
     return [
-        f"no effort levels for {', '.join(named)}: the text is always that of greedy decoding, so fewer passes cost no quality"
+        f"no effort levels for {', '.join(named)}: the text is always that of greedy decoding; `effort` fits their block length"
     ]
 
 

@@ -84,8 +84,14 @@ def _with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
             "changes": point.changes,
             "reason": _evidence(levels, point),
         }
+    return with_record(manifest, record)
+
+
+def with_record(manifest: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the manifest with the default loop of ``record``, its entry in the manifest."""
+    presets = published_presets(manifest)
     if record["changes"]:
-        fields = Policy(**presets[levels.preset]).with_fields(record["changes"])
+        fields = Policy(**presets[record["preset"]]).with_fields(record["changes"])
         presets[FITTED] = fields.as_dict()
     default = FITTED if record["changes"] else record["preset"]
     loop = manifest["loop"] | {"presets": presets, "default_preset": default}

@@ -1,4 +1,4 @@
-"""Fits effort levels for a finished bundle, and adds the levels to the bundle."""
+"""Fits effort levels or the block length of a finished bundle, and writes them to the bundle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, writ
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
 from dlm_export.judging.sides.side import check_tuned
+from dlm_export.judging.tuning.block_length import (
+    BlockTimes,
+    block_units,
+    time_blocks,
+    with_block_length,
+)
 from dlm_export.judging.tuning.default_loop import with_levels
 from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
 from dlm_export.opening import ON_CPU, Opening
@@ -41,10 +47,11 @@ def fit_bundle(
     options: EffortOptions,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
-) -> Levels:
+) -> Levels | BlockTimes:
     """Fit a bundle's effort levels, and write the levels to the bundle's manifest and report.
 
-    No file is written before all measurements are finished. Raises DlmError.
+    If the preset verifies drafts, its block length is fitted instead. No file is written before all
+    measurements are finished. Raises DlmError.
     """
     manifest = read_manifest(folder)
     has_report = REPORT_FILE in manifest["files"]
@@ -60,17 +67,25 @@ def fit_bundle(
             warn(doubt)
         samples = data.judging[: options.samples]
         side = BundlePredictor(bundle, folder.name)
-        progress.start("fit effort", level_units(policy, side))
-        levels = fit_levels(
-            side,
-            samples,
-            policy,
-            new_tokens(samples, policy, network, bundle),
-            decoder(bundle),
-            preset=preset,
-            on_done=progress.advance,
-        )
-    made, files = with_levels(manifest, levels), manifest["files"]
+        longest = new_tokens(samples, policy, network, bundle)
+        found: Levels | BlockTimes
+        if policy.commit == "verify":
+            progress.start("time block lengths", block_units(policy, len(samples)))
+            found = time_blocks(bundle, samples, preset, longest, progress.advance)
+            made = with_block_length(manifest, found)
+        else:
+            progress.start("fit effort", level_units(policy, side))
+            found = fit_levels(
+                side,
+                samples,
+                policy,
+                longest,
+                decoder(bundle),
+                preset=preset,
+                on_done=progress.advance,
+            )
+            made = with_levels(manifest, found)
+    files = manifest["files"]
     with changing(folder, manifest, MANIFEST_FILE):
         if has_report:
             others = {name: entry for name, entry in files.items() if name != REPORT_FILE}
@@ -83,4 +98,4 @@ def fit_bundle(
                 # final manifest is written, the bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
-    return levels
+    return found

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "api/handles.h"
@@ -124,11 +125,20 @@ const dlm_policy& find_preset(const dlm::Manifest& manifest, const std::string& 
 
 const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
                               const std::string& level) {
-  if (manifest.efforts.empty())
+  if (manifest.efforts.empty()) {
+    const auto verifies = [](const auto& each) {
+      return std::string_view(each.second.commit) == "verify";
+    };
+    if (std::all_of(manifest.presets.begin(), manifest.presets.end(), verifies))
+      dlm::fail(DLM_NOT_FOUND,
+                "effort \"%.40s\": this bundle has no levels, because its text does not depend on "
+                "its passes: remove effort",
+                level.c_str());
     dlm::fail(DLM_NOT_FOUND,
               "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` "
               "fits instant, low, medium and high",
               level.c_str());
+  }
   if (preset != nullptr && preset != manifest.effort_preset)
     dlm::fail(DLM_INVALID_ARGUMENT,
               "effort %.40s was fitted for preset %.40s, not for %.40s: set only one of the two",
