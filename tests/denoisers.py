@@ -75,6 +75,8 @@ def under_native_loop(
         visible_block=c.visible_block,
         draft_block=c.draft_block,
         conditioning_size=0 if c.conditioning is None else c.hidden_size,
+        expand_token_id=c.expand_token_id,
+        delete_token_id=c.delete_token_id,
     )
     return from_callback(info, run)
 

@@ -7,6 +7,7 @@ results. ``test_published_loops.py`` runs this project's loops and compares the 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +19,19 @@ from dlm_export.network.denoiser import Denoiser
 MASK, END, VOCABULARY = 99, 7, 100
 
 
-def random_network(block: int, shift: int, seed: int, *, has_masks_last: bool = False) -> Denoiser:
+def random_network(
+    block: int, shift: int, seed: int, *, has_masks_last: bool = False, **fields: Any
+) -> Denoiser:
     """Return a random network with block-causal attention, or with full attention if ``block`` is
-    0. With ``has_masks_last``, the attention has the visibility ``masks-last`` instead.
+    0. With ``has_masks_last``, the attention has the visibility ``masks-last`` instead. ``fields``
+    contains other fields of ``NetworkSpec``.
 
     The weights come from numpy's legacy generator, which gives the same numbers in every numpy
     version.
     """
+    tokens = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": (END,)}
     network = make_network(
-        vocab_size=VOCABULARY,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_size=8,
-        shift=shift,
-        mask_token_id=MASK,
-        eos_token_ids=(END,),
+        layers=2, heads=4, kv_heads=2, head_size=8, shift=shift, **tokens | fields
     )
     if block:
         network = seeing(network, [("block", block)] * 2)

@@ -567,12 +567,6 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (open_dcoder_config, {"use_sliding_window": True}, OPEN_DCODER, "use_sliding_window = true"),
     (DREAM, {}, OPEN_DCODER, "'DreamModel' does not belong to --family open-dcoder"),
     (DREAM, {}, Overrides(family="mystery"), "--family 'mystery' is unknown. Known: llada, "),
-    (
-        DREAM,
-        {"expand_token_id": 152},
-        Overrides(),
-        "expand_token_id belongs to DreamOn.*the canvas",
-    ),
     (DREAM, {"hidden_act": "gelu"}, Overrides(), "hidden_act"),
     (DREAM, {"rms_norm_eps": "1e-6"}, Overrides(), "rms_norm_eps must be a positive number"),
     (DREAM, {"partial_rotary_factor": 2}, Overrides(), "factor 2.0 is greater than 1"),
@@ -676,13 +670,6 @@ def test_a_config_that_we_do_not_compute_is_refused_by_its_key(
     with pytest.raises(CheckpointError, match=says) as caught:
         network_of(path, overrides)
     assert len(str(caught.value)) < 1500, "a sentence, not the input"
-
-
-def test_dreamon_is_refused_by_its_generation_config(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, DREAM())
-    (tmp_path / "generation_config.json").write_text(json.dumps({"delete_token_id": 152}))
-    with pytest.raises(CheckpointError, match="delete_token_id belongs to DreamOn"):
-        network_of(tmp_path)
 
 
 def test_a_uno_bundle_is_known_by_its_adapter(tmp_path: Path) -> None:

@@ -201,7 +201,13 @@ def _check_config(
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
     """Return the presets for a network. If it cannot use a cache, no preset uses one."""
-    presets = presets_for(network.visible_block, network.shift, network.draft_block, network.noise)
+    presets = presets_for(
+        network.visible_block,
+        network.shift,
+        network.draft_block,
+        network.noise,
+        resizes=network.resizes,
+    )
     if not network.needs_whole_canvas:
         return presets
     return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}

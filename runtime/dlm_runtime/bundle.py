@@ -89,6 +89,8 @@ class Bundle(Decides, UsesPromptCaches):
 
         This is also the default of a request's option ``max_new_tokens``.
         """
+        self.resizes = handle.resizes
+        """True if the denoiser changes the length of canvases, with expand and delete tokens."""
         self.engine = handle.engine
 
     @property
@@ -468,6 +470,9 @@ class Bundle(Decides, UsesPromptCaches):
         ``text`` already starts with them. If the denoiser has no end token, ``infill`` adds the
         tokenizer's tokens at the end too.
 
+        A denoiser with ``resizes`` changes the length of the hole. It fills one hole, and accepts
+        ``max_new_tokens``, the number of tokens by which the hole may become longer.
+
         Args:
             text: Text with at least one hole. If ``prompt`` or ``chat`` is passed, the text is the answer.
             lengths: Tokens per hole, 1 or more. An integer applies to all holes. A list contains one entry for each
@@ -484,7 +489,8 @@ class Bundle(Decides, UsesPromptCaches):
             The filled text and its holes.
 
         Raises:
-            RequestError: The text has no hole, the bundle has no tokenizer, or attention is block-causal.
+            RequestError: The text has no hole, the bundle has no tokenizer, attention is block-causal, or the
+                denoiser changes the length of holes and the text has several.
         """
         return infill(self, text, lengths, constrain_from, **request)
 

@@ -46,6 +46,9 @@ class DenoiserInfo:
         conditioning_size: C, the number of values of self-conditioning per row, 0..65536. 0 means
             that the denoiser has no self-conditioning. Otherwise, the denoiser has no mask token.
         max_new_tokens: The length of the answers that the denoiser was trained on, in tokens.
+        expand_token_id, delete_token_id: The ids of the tokens that change the length of a canvas.
+            Two mask tokens replace a committed expand token, and a committed delete token is
+            removed. If both are None, there are no such tokens.
     """
 
     vocab_size: int
@@ -62,6 +65,8 @@ class DenoiserInfo:
     draft_block: int | None = None
     conditioning_size: int = 0
     max_new_tokens: int = 128
+    expand_token_id: int | None = None
+    delete_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,8 +208,8 @@ def from_callback(
     eos = (C.c_int32 * len(info.eos_token_ids))(*info.eos_token_ids)
     denoiser = _native.initialised(_native.Denoiser)
     for each in fields(DenoiserInfo):
-        if each.name != "eos_token_ids":
-            setattr(denoiser, each.name, getattr(info, each.name) or 0)
+        if each.name != "eos_token_ids" and (value := getattr(info, each.name)) is not None:
+            setattr(denoiser, each.name, value)
     if info.eos_token_ids:
         denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)

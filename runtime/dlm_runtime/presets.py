@@ -2,7 +2,7 @@
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
 (arXiv:2510.06303), d3LLM (arXiv:2601.07568), and the released code of RND1, LLaDA2, Fast-dLLM v2,
-Stable-DiffCoder, Nemotron-Labs-Diffusion and DiffusionGemma. ``docs/reference/policies.md``
+Stable-DiffCoder, Nemotron-Labs-Diffusion, DiffusionGemma and DreamOn. ``docs/reference/policies.md``
 describes each preset.
 """
 
@@ -116,6 +116,17 @@ PRESETS = {
         temperature_drop=0.4,
         stable_entropy=0.005,
     ),
+    # This preset is for denoisers that change the length of canvases. Each pass commits the token
+    # with the lowest entropy. temperature and top_p are from the authors' published commands.
+    "dreamon": Policy(
+        select="sample",
+        score="entropy",
+        stop="none",
+        block_length=0,
+        temperature=0.2,
+        top_p=0.9,
+        score_of="draw",
+    ),
 }
 
 _OF_DRAFTS = [
@@ -129,6 +140,8 @@ def presets_for(
     shift: int,
     draft_block: int | None = None,
     noise: str = "absorbing",
+    *,
+    resizes: bool = False,
 ) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
@@ -136,8 +149,11 @@ def presets_for(
     For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
     of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
     has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
-    denoisers that start from random tokens.
+    denoisers that start from random tokens. ``resizes`` is true for denoisers that change the length
+    of canvases.
     """
+    if resizes:
+        return {"dreamon": PRESETS["dreamon"]}
     found = {
         name: policy
         for name, policy in PRESETS.items()
@@ -161,6 +177,8 @@ def _suits(
     if draft_block is not None and shift:  # an autoregressive network with draft passes
         return policy.commit == "verify"
     if (policy.remask == "noise") != (noise == "uniform"):
+        return False
+    if policy == PRESETS["dreamon"]:
         return False
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False

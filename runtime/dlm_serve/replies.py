@@ -83,7 +83,7 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
         return Answer(made.text or "", finish, calls, made, positions)
     between, canvas = ask.hole
     text = read(model.bundle, canvas, between, made).holes[0]
-    (hole,) = canvas.holes()
+    (hole,) = canvas.resized(len(made.tokens)).holes()
     ends = [at for at in hole if made.tokens[at] in model.bundle.eos_token_ids]
     positions = range(hole.start, min(ends, default=hole.stop))
     cuts = [at for stop in ask.stops if (at := text.find(stop)) >= 0]

@@ -238,7 +238,7 @@ class Writer(ABC):
 
     def _positions(self, job: Job, event: Event) -> range:
         if self._ask.hole is not None:
-            return self._ask.hole[1].holes()[0]
+            return self._ask.hole[1].resized(len(event.canvas)).holes()[0]
         return range(job.prompt_tokens, len(event.canvas))
 
 

@@ -23,6 +23,8 @@ SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """Network fields that the decoding loop needs. The manifest stores them under ``loop`` only.
 """
+RESIZING = ("expand_token_id", "delete_token_id")
+"""More such fields, which are only there for networks that change the length of canvases."""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
@@ -85,12 +87,14 @@ def make_manifest(
     """
     described = network.as_dict()
     unused = described.pop("unused_tokens")
+    resizing = {name: described.pop(name) for name in RESIZING if name in described}
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
         "loop": {
             **{name: described.pop(name) for name in LOOP_FIELDS},
             **({"unused_tokens": unused} if unused else {}),
+            **resizing,
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             **({} if network.draft_block is None else {"draft_block": network.draft_block}),
             **({"draft_updates": True} if network.has_draft_updates else {}),
@@ -132,6 +136,7 @@ def network_of(manifest: Mapping[str, Any], folder: Path = Path()) -> NetworkSpe
             manifest["network"]
             | {name: manifest["loop"][name] for name in LOOP_FIELDS}
             | {"unused_tokens": manifest["loop"].get("unused_tokens", [])}
+            | {name: manifest["loop"][name] for name in RESIZING if name in manifest["loop"]}
         )
     except ValueError as err:
         place = folder / MANIFEST_FILE

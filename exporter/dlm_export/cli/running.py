@@ -161,9 +161,9 @@ def run(
         )
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens needs --infill")
-    if infill is not None and (max_new_tokens, new_tokens) != (None, None):
+    if infill is not None and new_tokens is not None:
         raise click.UsageError(
-            "--infill does not take --max-new-tokens or --new-tokens: use --hole-tokens for the length of holes"
+            "--infill does not take --new-tokens: use --hole-tokens for the length of holes"
         )
     if prefix and (infill is not None or (prompt is None and conversation is None)):
         raise click.UsageError("--prefix needs --prompt, --chat or --messages, without --infill")
@@ -194,7 +194,9 @@ def run(
     elif tokens is not None:
         request["tokens"] = integers("--tokens", tokens)
     if infill is not None:
-        del request["max_new_tokens"], request["new_tokens"]
+        del request["new_tokens"]
+        if max_new_tokens is None:
+            del request["max_new_tokens"]
     elif prefix:
         request["prefix"] = prefix
     with how.open(bundle) as opened, cancelling(cancel):
@@ -203,6 +205,11 @@ def run(
 
             result = show(opened, request, delay)
         elif infill is not None:
+            if max_new_tokens is not None and not opened.resizes:
+                raise click.UsageError(
+                    "--infill does not take --max-new-tokens, unless the denoiser changes the length of holes: use "
+                    "--hole-tokens for the length of holes"
+                )
             lengths = None if hole_tokens is None else [integers("--hole-tokens", hole_tokens)]
             result = opened.infill(infill, lengths=lengths, **request).generation
         else:

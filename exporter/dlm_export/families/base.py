@@ -180,6 +180,8 @@ class Family:
 
     def preset_for(self, network: NetworkSpec) -> str:
         """Return the default preset for a network of this family."""
+        if network.resizes:
+            return "dreamon"
         return (
             self.default_preset
             if network.visible_block is None

@@ -1,28 +1,30 @@
-"""Defines the family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639).
+"""Defines the family of Dream 7B (arXiv:2508.15487), DiffuCoder (arXiv:2506.20639) and DreamOn.
 
-Dream and DiffuCoder have full attention. Each row of logits predicts the next token (shift 1).
+All of them have full attention. Each row of logits predicts the next token (shift 1). Layers and
+tensor names are the same as in Qwen2.5.
 
-Layers and tensor names are the same as in Qwen2.5.
+DreamOn (arXiv:2602.01326) has the class name and the layers of Dream, and a token for expanding and
+one for deleting, with which its decoding loop changes the length of a canvas.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Overrides
+from dlm_export.families.reading import check_token
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
 # Dream and DiffuCoder were trained on canvases of 2048 tokens, but their config.json contains the
 # larger max_position_embeddings of Qwen2.5.
 TRAINED_LENGTH = 2048
-OF_DREAMON = ("expand_token_id", "delete_token_id")
-"""Keys of DreamOn's tokens. Older releases delete with the end token and lack the second key."""
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released Dream config.json. Raises CheckpointError."""
-    _refuse_dreamon(checkpoint)
-    return trunk_network(
+    network = trunk_network(
         checkpoint,
         overrides,
         "dream",
@@ -31,23 +33,37 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         shift=1,
         longest=TRAINED_LENGTH,
     )
+    return _with_resizing(checkpoint, network)
 
 
-def _refuse_dreamon(checkpoint: Checkpoint) -> None:
-    """Reject DreamOn, which has Dream's class name and layers. Raises CheckpointError."""
+def _with_resizing(checkpoint: Checkpoint, network: NetworkSpec) -> NetworkSpec:
+    """Add the tokens of DreamOn, if the checkpoint has them. Raises CheckpointError.
+
+    Releases without ``delete_token_id`` delete with the end token.
+    """
     generation = checkpoint.optional_json("generation_config.json")
-    for key in OF_DREAMON:
-        if checkpoint.config.get(key) is not None or generation.get(key) is not None:
-            raise CheckpointError(
-                f"{checkpoint.path}: {key} belongs to DreamOn, which is not supported: its tokens for expanding and deleting "
-                "change the length of the canvas. Use Dream."
-            )
+    expand, delete = (
+        generation.get(key) if (value := checkpoint.config.get(key)) is None else value
+        for key in ("expand_token_id", "delete_token_id")
+    )
+    if expand is None and delete is None:
+        return network
+    if delete is None:
+        delete = network.end_token_id
+    for key, token in (("expand_token_id", expand), ("delete_token_id", delete)):
+        check_token(checkpoint, key, token, network.vocab_size)
+    if len({expand, delete, network.mask_token_id}) < 3:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: expand_token_id {expand}, delete_token_id {delete} and mask_token_id "
+            f"{network.mask_token_id} must be three tokens. Correct the file."
+        )
+    return replace(network, expand_token_id=expand, delete_token_id=delete)
 
 
 FAMILY = Family(
     "dream",
     ("DreamModel",),
-    "Dream 7B, DiffuCoder",
+    "Dream 7B, DiffuCoder, DreamOn 7B",
     "dream-block",
     read_network,
     TRUNK.origins,

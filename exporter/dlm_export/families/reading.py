@@ -39,7 +39,7 @@ def special_tokens(
     """
     mask = _mask_token(checkpoint, overrides, mask_text)
     eos, pad = end_and_pad_tokens(checkpoint, checkpoint.config, vocab_size)
-    _check_token(checkpoint, "mask_token_id", mask, vocab_size)
+    check_token(checkpoint, "mask_token_id", mask, vocab_size)
     if mask in eos:
         raise CheckpointError(
             f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id"
@@ -93,7 +93,7 @@ def end_and_pad_tokens(
             if token is not None and token not in (-1, *eos):
                 eos.append(token)
     for token in eos:
-        _check_token(checkpoint, "eos_token_id", token, vocab_size)
+        check_token(checkpoint, "eos_token_id", token, vocab_size)
     return tuple(eos), padding_token(checkpoint, config, vocab_size)
 
 
@@ -101,7 +101,7 @@ def padding_token(checkpoint: Checkpoint, config: Config, vocab_size: int) -> in
     """Find the ID of the padding token. Raises CheckpointError."""
     pad: int | None = _single(config.get("pad_token_id"))
     if pad is not None:
-        _check_token(checkpoint, "pad_token_id", pad, vocab_size)
+        check_token(checkpoint, "pad_token_id", pad, vocab_size)
     return pad
 
 
@@ -112,7 +112,8 @@ def _single(token: Any) -> Any:
     return None if token == -1 else token
 
 
-def _check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: int) -> None:
+def check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: int) -> None:
+    """Raise CheckpointError if the value of a key is not a token of the vocabulary."""
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
         raise CheckpointError(
             f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "

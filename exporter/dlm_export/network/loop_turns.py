@@ -6,6 +6,7 @@ the canvases of a finished run uses it too. The module needs neither torch nor a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +25,12 @@ from dlm_export.network.pass_plan import (
 from dlm_runtime.policy import Policy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Canvas:
     """A canvas between two passes: token ids, int64 ``[L]``, and undecided positions, bool ``[L]``.
 
-    At an undecided position, the token id is an input of the denoiser, but not a result.
+    At an undecided position, the token id is an input of the denoiser, but not a result. If a
+    network changes the length of canvases, its loop replaces the arrays.
     """
 
     tokens: np.ndarray
@@ -119,16 +121,17 @@ def turns(
     if policy.next_block < 1:
         yield from _ahead_turns(canvas, policy, looped, steps, scaffold)
         return
+    if looped.resizes:
+        yield from _resized_turns(canvas, policy, looped, steps)
+        return
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
-    passes, step, masked, counts = 0, 0, 0, [0]
+    passes, step, masked = 0, 0, 0
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
             step = 0
             masked = int(undecided[stage.first : stage.last].sum())
-            shared = stage.last - stage.first if policy.schedule == "block" else masked
-            counts = transfer_counts(shared, stage.steps)
         before, is_made = stage, False
         # Skip the first pass of a block if no position of the block is undecided, and no later
         # block needs the rows that the pass stores. With ``refresh``, later blocks need these rows.
@@ -151,11 +154,7 @@ def turns(
             positions, standing = np.zeros(0, np.int64), None
             if left:
                 positions, standing = _scored(canvas, wanted, stage, policy)
-            planned = counts[step] if step < stage.steps else 1
-            if policy.commit == "timestep":
-                planned = timestep_count(left, step, stage.steps, policy.timestep_eps)
-            elif policy.schedule == "floor":
-                planned = floor_count(masked, left, stage.steps)
+            planned = _planned(policy, stage, step, masked, left)
             # With ``shift`` 1, the row before the block predicts the block's first position. Only
             # the first pass of the block computes that row, so the position must commit in this
             # pass.
@@ -180,6 +179,40 @@ def turns(
                 passes += 1
             if _end(canvas, wanted, stage.start, stage.end, policy, looped):
                 return
+
+
+def _planned(policy: Policy, stage: Stage, step: int, masked: int, left: int) -> int:
+    """Return how many positions the schedule commits in pass ``step`` of a stage.
+
+    The stage started with ``masked`` undecided positions, of which ``left`` are undecided now.
+    """
+    if policy.commit == "timestep":
+        return timestep_count(left, step, stage.steps, policy.timestep_eps)
+    if policy.schedule == "floor":
+        return floor_count(masked, left, stage.steps)
+    shared = stage.last - stage.first if policy.schedule == "block" else masked
+    return transfer_counts(shared, stage.steps)[step] if step < stage.steps else 1
+
+
+def _resized_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> Iterator[Turn]:
+    """Yield the turns of a network that changes the length of its canvases (DreamOn).
+
+    Each pass computes the whole canvas, which is one block. The caller may replace the arrays of
+    ``canvas`` between two turns.
+    """
+    stages = plan(canvas.undecided, policy, looped, steps)
+    assert policy.cache == "none", "tokens move, so their keys and values cannot be cached"
+    assert len(stages) <= 1, "tokens move, so a canvas is one block"
+    masked = int(canvas.undecided.sum())
+    for stage in stages:
+        for step in itertools.count():
+            positions, length = np.flatnonzero(canvas.undecided), len(canvas.tokens)
+            if not len(positions):
+                return
+            span = Span(0, length, "drop")
+            stage = replace(stage, last=length)
+            planned = _planned(policy, stage, step, masked, len(positions))
+            yield Turn(stage.first, length, step, step, span, positions, planned, steps=stage.steps)
 
 
 def _ahead_turns(

@@ -87,8 +87,9 @@ class Run:
         policy: Policy,
         steps: int = 0,
         proposer: Proposer | None = None,
+        longest: int | None = None,
     ) -> None:
-        """``generate`` explains ``steps``.
+        """``generate`` explains ``steps``, and ``fill`` explains ``longest``.
 
         If ``proposer`` is ``None``, the policy's default proposer is used.
         """
@@ -96,7 +97,11 @@ class Run:
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         if proposer is None:
             canvas = reserve_end(canvas, policy, network.eos_token_ids)
-        self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
+        self._now = Canvas(canvas.tokens.copy(), canvas.undecided.copy())
+        self._longest = longest or len(canvas.tokens)
+        # The number of expand tokens that may still lengthen the canvas. The authors' limit.
+        prompt = int(canvas.undecided.argmax())
+        self._expansions = 2 * (self._longest - prompt)
         self.nfe = 0
         # The tokens that the last pass proposed, and -1 for positions that it did not score.
         self.guess = np.full(len(self.tokens), -1)
@@ -105,9 +110,17 @@ class Run:
         # For ``remask`` "noise": the number of consecutive passes, up to the last pass, in which
         # the most likely tokens of the block did not change.
         self._stable = 0
-        self._turns = turns(
-            Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
-        )
+        self._turns = turns(self._now, policy, network, steps, self._scaffold)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The token ids of the current canvas, int64 ``[L]``."""
+        return self._now.tokens
+
+    @property
+    def undecided(self) -> np.ndarray:
+        """The undecided positions of the current canvas, bool ``[L]``."""
+        return self._now.undecided
 
     def _scaffold(self, first: int, last: int) -> None:
         if self.policy.remask == "noise":
@@ -188,6 +201,8 @@ class Run:
         logits = logits.clone()
         for first, last in self.network.unused_tokens:
             logits[:, first:last] = -torch.inf
+        if self.network.resizes and self._room() == 0:
+            logits[:, self.network.expand_token_id] = -torch.inf
         logits, later = logits[: len(turn.positions)], logits[len(turn.positions) :]
         proposals = proposer.propose(turn, self.canvas, logits)
         if self.policy.remask == "noise":
@@ -222,7 +237,36 @@ class Run:
             )
             drafts = proposer.propose(block, self.canvas, later).tokens
             self.tokens[turn.drafts] = self.guess[turn.drafts] = drafts
+        if self.network.resizes:
+            self._resize(committed)
         return proposals
+
+    def _room(self) -> int:
+        """Return how many expand tokens may lengthen the canvas now."""
+        return min(self._longest - len(self.tokens), self._expansions)
+
+    def _resize(self, committed: np.ndarray) -> None:
+        """Remove delete tokens at ``committed``, and replace each expand token by two mask tokens.
+
+        If there is too little room, the leftmost expand tokens become one mask token.
+        """
+        network, tokens = self.network, self.tokens[committed]
+        deleted = committed[tokens == network.delete_token_id]
+        expanded = committed[tokens == network.expand_token_id]
+        self.tokens[expanded], self.undecided[expanded] = network.mask_token_id, True
+        self.guess[committed] = -1
+        room = min(self._longest - len(self.tokens) + len(deleted), self._expansions)
+        doubled = expanded[max(0, len(expanded) - room) :]
+        self._expansions -= len(doubled)
+        counts = np.ones(len(self.tokens), np.int64)
+        counts[deleted], counts[doubled] = 0, 2
+        self._repeat(counts)
+
+    def _repeat(self, counts: np.ndarray) -> None:
+        """Repeat every position of the canvas as often as ``counts`` says."""
+        self._now.tokens = np.repeat(self.tokens, counts)
+        self._now.undecided = np.repeat(self.undecided, counts)
+        self.guess = np.repeat(self.guess, counts)
 
     def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
         """Choose the tokens of the next pass over a block that started from random tokens.
@@ -252,7 +296,13 @@ class Run:
         self.is_noised[turn.positions[chosen]] = False
 
     def end(self) -> None:
-        """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""
+        """Stop early, and fill the undecided positions with the result of ``Proposer.complete``.
+
+        If the network changes the length of canvases, a position without a token is removed.
+        """
+        if (network := self.network).resizes:
+            resizing = np.array([-1, network.expand_token_id, network.delete_token_id])
+            self._repeat(np.where(self.undecided & np.isin(self.guess, resizing), 0, 1))
         found = self.proposer.complete(self.canvas, self.guess)
         self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
             self.undecided
@@ -301,14 +351,17 @@ def fill(
     cache_dtype: str = "float32",
     proposer: Proposer | None = None,
     max_steps: int = 0,
+    longest: int | None = None,
     on_pass: Callable[[Turn, Proposals, Tensor], None] | None = None,
 ) -> Reference:
     """Fill the undecided positions of a canvas. ``generate`` explains the arguments.
 
+    If the network changes the length of canvases, ``longest`` is the largest length. By default,
+    the canvas never becomes longer than at the start.
     ``on_pass`` is called with the turn, the proposals and the logits of each pass. The loop stops
     after ``max_steps`` passes. If ``max_steps`` is 0, there is no limit.
     """
-    run = Run(denoiser.network, canvas, policy, steps, proposer)
+    run = Run(denoiser.network, canvas, policy, steps, proposer, longest)
     given = torch.from_numpy(~run.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
     is_conditioned = denoiser.network.conditioning is not None

@@ -95,6 +95,8 @@ UPDATES = "draft_updates"
 """Part of the module paths of low-rank updates, between the path of the attention or the MLP and the
 role of the matrix.
 """
+OPTIONAL = ("adapter", "expand_token_id", "delete_token_id")
+"""Fields that ``NetworkSpec.as_dict`` leaves out if they are ``None``."""
 EMBEDDING = "embed.weight"
 """Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
 
@@ -249,6 +251,9 @@ class NetworkSpec:
     ``None``. ``unused_tokens`` contains ranges ``(first, last)`` of the ids in ``[first, last)``
     that the tokenizer does not know, because the vocabulary is padded or has gaps. They are never
     predicted. ``adapter`` is the name of the adapter that is merged into the checkpoint's weights.
+    ``expand_token_id`` and ``delete_token_id`` are tokens that change the length of a canvas: two mask
+    tokens replace a decided expand token, and a decided delete token is removed. Both are ``None`` if
+    there are no such tokens.
     """
 
     family: str
@@ -270,6 +275,13 @@ class NetworkSpec:
     conditioning: ConditioningSpec | None = None
     unused_tokens: tuple[tuple[int, int], ...] = ()
     adapter: str | None = None
+    expand_token_id: int | None = None
+    delete_token_id: int | None = None
+
+    @property
+    def resizes(self) -> bool:
+        """True if the decoding loop changes the length of canvases."""
+        return self.expand_token_id is not None
 
     @property
     def has_mask_token(self) -> bool:
@@ -752,8 +764,10 @@ class NetworkSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return fields and derived values, for the manifest and for ``inspect --json``."""
-        merged = {} if self.adapter is None else {"adapter": self.adapter}
-        values = {key: value for key, value in asdict(self).items() if key != "adapter"} | merged
+        values = asdict(self)
+        for name in OPTIONAL:
+            if values[name] is None:
+                del values[name]
         values |= {
             "eos_token_ids": list(self.eos_token_ids),
             "unused_tokens": [list(unused) for unused in self.unused_tokens],

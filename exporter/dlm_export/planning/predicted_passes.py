@@ -57,6 +57,10 @@ class Loop:
         return ()
 
     @property
+    def resizes(self) -> bool:
+        return False  # the prediction assumes that canvases keep their length
+
+    @property
     def canvases(self) -> int:
         """Number of canvases that a request has: two with guidance, otherwise one."""
         return 2 if self.policy.cfg_scale > 0 else 1
@@ -73,6 +77,8 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         visible_block=network.visible_block,
         draft_block=network.draft_block,
         conditioning_size=0 if network.conditioning is None else network.hidden_size,
+        expand_token_id=network.expand_token_id,
+        delete_token_id=network.delete_token_id,
     )
     given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()

@@ -151,7 +151,11 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
     return {
         name: policy.as_dict()
         for name, policy in presets_for(
-            network.visible_block, network.shift, network.draft_block, network.noise
+            network.visible_block,
+            network.shift,
+            network.draft_block,
+            network.noise,
+            resizes=network.resizes,
         ).items()
     }
 

@@ -66,6 +66,7 @@ class Handle:
         self.draft_block: int | None = info.draft_block or None
         self.conditioning_size: int = info.conditioning_size
         self.max_new_tokens: int = info.max_new_tokens
+        self.resizes: bool = info.expand_token_id >= 0
 
     def close(self) -> None:
         """Reject new requests, and free the bundle after the running requests have ended.

@@ -5,6 +5,8 @@ There are two ways to choose this number:
 
 - The hole is longer than needed, and the denoiser pads the hole with end tokens.
 - Several lengths are tried, and the most likely result is used.
+
+Some denoisers change the length of a hole while they fill it (``Bundle.resizes``).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Infill:
     Args:
         text: The whole text.
         holes: The text of each hole, up to its first end token.
-        lengths: The number of tokens of each hole in the canvas.
+        lengths: The number of tokens of each hole in the canvas. If the denoiser changes the length
+            of canvases, this is the length of the filled hole.
         log_prob: The mean ln p of the tokens in the holes. ``infill`` compares results of different
             lengths by this mean. The ln p of a token is measured in the pass that committed the
             token. The value is None if no token was committed.
@@ -82,6 +85,14 @@ class Canvas:
             found += [*[mask_token_id] * length, *part]
         return found
 
+    def resized(self, length: int) -> Canvas:
+        """Return the canvas after it was filled and had ``length`` tokens.
+
+        The length differs only if the denoiser changes the length of canvases. Then there is one hole.
+        """
+        change = length - sum(map(len, self.parts)) - sum(self.lengths)
+        return replace(self, lengths=(self.lengths[0] + change,)) if change else self
+
     def holes(self) -> list[range]:
         """Return the positions of each hole in the canvas."""
         found, at = [], len(self.parts[0])
@@ -99,7 +110,7 @@ def infill(
     **request: Any,
 ) -> Infill:
     """See ``Bundle.infill``."""
-    for name in ("max_new_tokens", "new_tokens"):
+    for name in ("new_tokens",) if bundle.resizes else ("max_new_tokens", "new_tokens"):
         if name in request:
             raise RequestError(
                 f"infill: {name} is for text after a prompt: give lengths, the tokens of the holes"
@@ -107,6 +118,11 @@ def infill(
     if lengths is None:
         lengths = PADDED_LENGTH if bundle.eos_token_ids else 1
     between = _split(bundle, text_of("text", text))
+    if bundle.resizes and len(between) > 2:
+        raise RequestError(
+            f"infill: this denoiser changes the length of a hole, so it fills one hole at a time, and the text has "
+            f"{len(between) - 1}: fill them one after the other"
+        )
     parts = parts_of(
         bundle,
         between,
@@ -121,6 +137,8 @@ def infill(
     canvases = [Canvas(parts, each) for each in tried]
     tokens = [canvas.tokens(bundle.mask_token_id, bundle.max_canvas_length) for canvas in canvases]
     options = HOLE_OPTIONS | request
+    if bundle.resizes and "max_new_tokens" not in request:
+        del options["max_new_tokens"]  # the bundle's default is how much longer a hole may become
     if bundle.eos_token_ids or not _CONSTRAINED & options.keys():
         made = bundle.generate_batch(tokens=tokens, **options)
     else:
@@ -300,6 +318,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
 def read(bundle: Bundle, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
     """Return the filled text. ``made`` is the result of a request with the tokens of ``canvas``."""
     assert bundle.tokenizer is not None
+    canvas = canvas.resized(len(made.tokens))
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
     for hole in canvas.holes():
         end = next((at for at in hole if made.tokens[at] in bundle.eos_token_ids), hole.stop)

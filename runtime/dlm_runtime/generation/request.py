@@ -41,7 +41,8 @@ class Options:
         new_tokens: The exact number of mask tokens to add after the prompt and then fill, as in
             published decoding loops. If None, ``max_new_tokens`` applies. With full attention, the
             canvas then starts with the answer length that the denoiser was trained on. It grows by
-            one block when all its positions are decided without an end token.
+            one block when all its positions are decided without an end token. If ``Bundle.resizes``
+            is true, it grows only by expand tokens, and a prompt with mask tokens gets no others.
         preset: Name of one of the bundle's presets. If None, the bundle's default preset is used.
         effort: The effort level: "instant", "low", "medium" or "high". The policy that was fitted
             for this level is used.
@@ -382,7 +383,8 @@ class Request:
         native.constraint = None if constraint is None else constraint.handle
         if stop_strings:
             native.stop_strings, native.stop_count = self._stops, len(stop_strings)
-        native.text_start = 0 if 0 in (options.new_tokens, options.max_new_tokens) else before
+        has_room = 0 not in (options.new_tokens, options.max_new_tokens)
+        native.text_start = before if options.prefix and has_room else -1
         if self._decode is not None:
             native.text, native.decode = _native.TEXT_RESULT, self._decode
 

@@ -126,6 +126,11 @@ typedef struct dlm_denoiser {
                                 pass returns C numbers for each scored row, and the next draft pass
                                 over the same block reads them. In this case, mask_token_id must be
                                 V */
+  /* Tokens that change the length of a canvas, 0..V-1, or -1 (default) for both. If a pass commits
+   * expand_token_id, two mask tokens replace it. If a pass commits delete_token_id, it is removed.
+   * Attention must be full. */
+  int32_t expand_token_id;
+  int32_t delete_token_id;
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -716,7 +721,8 @@ DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* au
 /* ---- Requests -------------------------------------------------------------------------------- */
 
 /* The canvas after a step of a request. If the request has a limit (max_new_tokens), later steps
- * may have a longer canvas. The pointers are valid until the next call on the session. In a
+ * may have a longer canvas. If the denoiser has an expand_token_id, later steps may also have a
+ * shorter canvas. The pointers are valid until the next call on the session. In a
  * callback, they are valid until the callback returns. */
 typedef struct dlm_step {
   size_t struct_size;
@@ -796,7 +802,10 @@ typedef struct dlm_request {
                                max_new_tokens. With full attention, the canvas starts with the
                                denoiser's max_new_tokens mask tokens, or more if the constraint's
                                shortest text needs more. Whenever all positions are decided without
-                               an end token, the canvas grows by one block, up to the limit */
+                               an end token, the canvas grows by one block, up to the limit. If the
+                               denoiser has an expand_token_id, the canvas grows only by expand
+                               tokens. If the given tokens then contain mask tokens, the canvas
+                               starts with the given tokens alone */
   const dlm_policy* policy; /* NULL (default): the bundle's default preset, or the policy of
                                dlm_policy_init if dlm_bundle_from_callback created the bundle */
   int32_t steps; /* planned number of passes for all mask tokens with which the canvas starts. The
@@ -825,7 +834,8 @@ typedef struct dlm_request {
   /* The outputs of the request. */
   int32_t text;         /* DLM_TEXT_... (DLM_TEXT_NONE) */
   int32_t text_start;   /* canvas position where the result's text starts. -1 (default): after the
-                           given tokens, or at position 0 if max_new_tokens is 0 */
+                           given tokens, or at position 0 if the canvas starts with the given tokens
+                           alone */
   dlm_decode_fn decode; /* NULL (default): the library decodes with the bundle's text */
   dlm_step_fn on_step;  /* may be NULL (default) */
   void* user;           /* passed to decode and on_step */

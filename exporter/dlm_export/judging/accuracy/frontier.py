@@ -62,7 +62,10 @@ def frontier_states(
     origin = int(met.undecided.argmax())
     ahead = turns(met, policy, looped)
     for canvas in canvases:
-        met.tokens[:], met.undecided[:] = canvas.tokens, canvas.undecided
+        if looped.resizes:
+            met.tokens, met.undecided = canvas.tokens.copy(), canvas.undecided.copy()
+        else:
+            met.tokens[:], met.undecided[:] = canvas.tokens, canvas.undecided
         yield FrontierState(canvas.tokens, next(ahead), float(canvas.undecided[origin:].mean()))
 
 

@@ -286,10 +286,11 @@ def _run(
     on_done()
     if out.tokens == wanted.tokens and out.nfe == wanted.nfe:
         return CaseRun(case, wanted, out.nfe)
-    pairs = enumerate(zip(wanted.tokens, out.tokens, strict=True))
+    # The lengths differ only if the denoiser changes the length of canvases.
+    pairs = enumerate(zip(wanted.tokens, out.tokens, strict=False))
     said = next(
         (f"position {at} is {b}, the reference has {a}" for at, (a, b) in pairs if a != b),
-        f"{out.nfe} passes, the reference made {wanted.nfe}",
+        f"{len(out.tokens)} tokens in {out.nfe} passes, the reference made {len(wanted.tokens)} in {wanted.nfe}",
     )
     return CaseRun(case, wanted, out.nfe, after, difference=f"{case.name}: {said}")
 
@@ -311,7 +312,9 @@ def _explain(run: CaseRun, denoiser: Denoiser, worst: float, cache_dtype: str) -
         cache_dtype=cache_dtype,
         on_pass=lambda turn, found, logits: passes.append(Decided(turn, found, logits.numpy())),
     )
-    found = find_divergence(passes, run.after, run.case.policy)
+    network = denoiser.network
+    resizing = (network.expand_token_id, network.delete_token_id)
+    found = find_divergence(passes, run.after, run.case.policy, resizing)
     if found is None:
         return run
     said = f"{run.case.name}: {found}, but they differ by at most {worst:.2e} elsewhere"

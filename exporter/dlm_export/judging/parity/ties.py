@@ -53,18 +53,24 @@ class Divergence:
 
 
 def find_divergence(
-    passes: Sequence[Decided], after: Sequence[Canvas], policy: Policy
+    passes: Sequence[Decided],
+    after: Sequence[Canvas],
+    policy: Policy,
+    resizing: tuple[int | None, int | None] = (None, None),
 ) -> Divergence | None:
     """Find the first pass that decides differently.
 
     ``passes`` are those of the reference, and ``after`` contains the bundle's canvas after each of
-    its passes. Returns ``None`` if no pass of the reference decides differently.
+    its passes. ``resizing`` contains the network's expand token and delete token. Returns ``None`` if
+    no pass of the reference decides differently.
     """
     for number, (each, canvas) in enumerate(zip(passes, after, strict=False), start=1):
         at, tokens = each.turn.positions, each.proposals.tokens
         theirs = choose_in(each.turn, tokens, each.proposals.scores, policy)
-        found = canvas.tokens[at]
-        ours = ~canvas.undecided[at]
+        if len(canvas.tokens) != each.turn.span.last and None not in resizing:
+            ours, found = _resized(each, canvas, resizing)
+        else:
+            ours, found = ~canvas.undecided[at], canvas.tokens[at]
         standing = each.turn.standing
         if standing is not None:  # the pass may also edit decided tokens
             ours = np.where(standing >= 0, found != standing, ours)
@@ -73,6 +79,26 @@ def find_divergence(
             needed = _needed(each, ours, found, policy)
             return Divergence(number, at[differs].tolist(), needed)
     return None
+
+
+def _resized(
+    each: Decided, canvas: Canvas, resizing: tuple[int | None, int | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which positions a pass committed, and their tokens, if it changed the canvas's length.
+
+    If several positions explain the canvas after the pass, the result contains the surest one. If
+    the pass committed several tokens, no position explains the canvas, and the result is empty.
+    """
+    at, (expand, delete) = each.turn.positions, resizing
+    before = np.isin(np.arange(each.turn.span.last), at)
+    ours, found = np.zeros(len(at), bool), np.full(len(at), -1)
+    is_longer = len(canvas.tokens) > len(before)
+    for row in np.argsort(-each.proposals.scores, kind="stable"):
+        after = np.insert(before, at[row], True) if is_longer else np.delete(before, at[row])
+        if np.array_equal(after, canvas.undecided):
+            ours[row], found[row] = True, expand if is_longer else delete
+            break
+    return ours, found
 
 
 def _needed(each: Decided, ours: np.ndarray, found: np.ndarray, policy: Policy) -> float:

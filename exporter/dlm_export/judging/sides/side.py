@@ -61,6 +61,7 @@ class Side(ABC):
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self.has_mask_token, self.is_verifying = c.has_mask_token, c.is_verifying
+        self.resizes = c.resizes
 
     def see(self, views: Sequence[View]) -> None:  # noqa: B027 (a side may need no call)
         """Compute the predictions for all canvases that will be requested later.
@@ -126,6 +127,11 @@ def check_tuned(network: NetworkSpec) -> None:
         raise JudgeError(
             f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
             "change steps_per_block or entropy_bound instead"
+        )
+    if network.resizes:
+        raise JudgeError(
+            f"{network.architecture} changes the length of canvases, and effort levels cannot be fitted to such networks "
+            "yet: pass steps with a request instead"
         )
 
 

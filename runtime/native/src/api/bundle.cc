@@ -28,6 +28,7 @@ dlm_denoiser default_denoiser() {
   denoiser.top_k = 2;
   denoiser.kv_element_bytes = 4;
   denoiser.max_new_tokens = dlm::Denoiser{}.max_new_tokens;
+  denoiser.expand_token_id = denoiser.delete_token_id = -1;
   return denoiser;
 }
 
@@ -170,6 +171,8 @@ void finish_opening(dlm_bundle& bundle) {
   told.max_new_tokens = d.max_new_tokens;
   told.draft_block = d.draft_block;
   told.conditioning_size = d.conditioning_size;
+  told.expand_token_id = d.expand_token_id;
+  told.delete_token_id = d.delete_token_id;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

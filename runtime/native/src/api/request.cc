@@ -171,16 +171,23 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   const int32_t new_tokens = most_new_tokens(wanted, denoiser, *bundle.engine, given_count);
   std::vector<int32_t> canvas =
       make_canvas(denoiser, has_tokens ? wanted.tokens : encoded.data(), given_count, new_tokens);
-  options.writer = writer_of(bundle, wanted, given_count, canvas.size());
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
-  int32_t start_tokens = new_tokens;
-  if (wanted.new_tokens == 0 && denoiser.visible_block == 0) {
+  // If the denoiser changes the length of canvases, new tokens are the room for longer gaps.
+  const bool has_gaps = denoiser.resizes() && wanted.new_tokens == 0 &&
+                        std::count(undecided.begin(), undecided.end(), 1) > new_tokens;
+  options.writer = writer_of(bundle, wanted, has_gaps ? 0 : given_count, canvas.size());
+  int32_t start_tokens = has_gaps ? 0 : new_tokens;
+  if (!has_gaps && wanted.new_tokens == 0 && denoiser.visible_block == 0) {
     start_tokens = denoiser.max_new_tokens;
     if (wanted.constraint != nullptr)  // one more token, so that the shortest text can end
       start_tokens = std::max(start_tokens, wanted.constraint->automaton->distances[0] + 1);
   }
   std::unique_ptr<Proposer> proposer;
+  if (wanted.constraint != nullptr && denoiser.resizes())
+    fail(DLM_UNSUPPORTED,
+         "a constraint does not suit this denoiser, which changes the length of canvases: remove "
+         "the constraint, or use another denoiser");
   if (wanted.constraint != nullptr)
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <set>
 
@@ -302,6 +303,14 @@ std::vector<std::pair<int32_t, int32_t>> read_unused(const json::Value& loop,
   return ranges;
 }
 
+void check_resizing(const Denoiser& denoiser, const std::function<void(const char*)>& refuse) {
+  const int32_t expand = denoiser.expand_token_id, remove = denoiser.delete_token_id;
+  if (expand == remove || expand == denoiser.mask_token_id || remove == denoiser.mask_token_id)
+    refuse("must differ from delete_token_id, and neither may be the mask token");
+  if (denoiser.visible_block > 0 || !denoiser.has_mask_token())
+    refuse("needs full attention and a mask token");
+}
+
 Denoiser read_denoiser(const json::Value& loop) {
   Denoiser out{};
   out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
@@ -324,6 +333,12 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
   }
   out.unused_tokens = read_unused(loop, out);
+  if (loop.find("expand_token_id") != nullptr || loop.find("delete_token_id") != nullptr) {
+    out.expand_token_id = read_size(loop, "expand_token_id", 0, out.vocab_size - 1);
+    out.delete_token_id = read_size(loop, "delete_token_id", 0, out.vocab_size - 1);
+    const json::Value& expand = loop.at("expand_token_id");
+    check_resizing(out, [&](const char* why) { expand.refuse(why); });
+  }
   const json::Value& graph = loop.object("graph");
   out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
   out.cache = read_cache(graph, out.draft_block > 0);
@@ -523,9 +538,10 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "unused_tokens",
-                       "max_canvas_length", "shift", "visible_block", "draft_block",
-                       "draft_updates", "noise", "conditioning_size", "graph", "presets",
-                       "default_preset", "max_new_tokens", "effort", "engines"});
+                       "expand_token_id", "delete_token_id", "max_canvas_length", "shift",
+                       "visible_block", "draft_block", "draft_updates", "noise",
+                       "conditioning_size", "graph", "presets", "default_preset", "max_new_tokens",
+                       "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -650,6 +666,13 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
       fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: an end token is the mask token");
     out.eos_token_ids.push_back(d.eos_token_ids[i]);
   }
+  if (d.expand_token_id == -1 && d.delete_token_id == -1) return out;
+  in_range("expand_token_id", d.expand_token_id, 0, d.vocab_size - 1);
+  in_range("delete_token_id", d.delete_token_id, 0, d.vocab_size - 1);
+  out.expand_token_id = d.expand_token_id, out.delete_token_id = d.delete_token_id;
+  check_resizing(out, [](const char* why) {
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: expand_token_id %s", why);
+  });
   return out;
 }
 

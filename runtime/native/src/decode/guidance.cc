@@ -8,21 +8,24 @@ namespace dlm {
 
 Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                           const float* unconditional, size_t rows) {
+  logits_.resize(rows * denoiser.vocab_size);
+  for (size_t i = 0; i < logits_.size(); ++i)
+    logits_[i] = guided_logit(conditional.logits[i], unconditional[i], scale);
+  return predict(denoiser, logits_.data(), rows);
+}
+
+Predictions Guided::predict(const Denoiser& denoiser, const float* logits, size_t rows) {
   const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
-  logits_.resize(rows * width);
   tokens_.assign(rows * top_k, 0);
   probs_.assign(rows * top_k, 0);
   log_odds_.assign(rows * top_k, std::numeric_limits<float>::quiet_NaN());
   entropy_.assign(rows, 0);
-  for (size_t i = 0; i < logits_.size(); ++i)
-    logits_[i] = guided_logit(conditional.logits[i], unconditional[i], scale);
-  for (size_t row = 0; row < rows; ++row) rank(denoiser, row);
-  return {tokens_.data(), probs_.data(), log_odds_.data(), entropy_.data(), logits_.data()};
+  for (size_t row = 0; row < rows; ++row) rank(denoiser, logits + row * width, row);
+  return {tokens_.data(), probs_.data(), log_odds_.data(), entropy_.data(), logits};
 }
 
-void Guided::rank(const Denoiser& denoiser, size_t row) {
-  const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
-  const float* const logits = logits_.data() + row * width;
+void Guided::rank(const Denoiser& denoiser, const float* logits, size_t row) {
+  const size_t top_k = denoiser.top_k;
   int32_t* const best = tokens_.data() + row * top_k;
   const size_t count = rank_tokens(denoiser, logits, top_k, best);
   // If one of the logits is NaN, `others` becomes NaN below, and so do all probabilities. This code

@@ -26,8 +26,11 @@ class Guided {
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 
+  // Computes the predictions that belong to the logits [rows, V], which must stay in memory.
+  Predictions predict(const Denoiser& denoiser, const float* logits, size_t rows);
+
  private:
-  void rank(const Denoiser& denoiser, size_t row);
+  void rank(const Denoiser& denoiser, const float* logits, size_t row);
 
   std::vector<float> logits_, probs_, log_odds_, entropy_;
   std::vector<int32_t> tokens_;

@@ -110,6 +110,12 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
                               ? nullptr
                               : pass.next_conditioning + first * denoiser.passed_conditioning(),
                           pass.draws == nullptr ? nullptr : pass.draws->drawn.data() + first};
+  if (request.rules_out_expand() && !request.positions().empty()) {
+    float* const logits = pass.logits + first * width;
+    for (size_t row = 0; row < request.positions().size(); ++row)
+      logits[row * width + denoiser.expand_token_id] = -std::numeric_limits<float>::infinity();
+    return buffers.guided.predict(denoiser, logits, request.positions().size());
+  }
   const bool guides_here = request.guidance() > 0 && pass.draws == nullptr;
   if (!guides_here || request.positions().empty()) return found;
   return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,

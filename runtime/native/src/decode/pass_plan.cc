@@ -206,6 +206,23 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Poli
   return plan;
 }
 
+// Checks the policy of a denoiser that changes the length of canvases. Its canvases are one block,
+// and every pass runs the whole canvas, because tokens move after a change.
+void suit_resizing(const Policy& policy) {
+  const auto refuse = [](const char* field, const char* use) {
+    fail(DLM_UNSUPPORTED,
+         "policy: %s does not suit this denoiser, which changes the length of canvases: use %s",
+         field, use);
+  };
+  if (policy.cache != Cache::none) refuse("this cache", "cache = \"none\"");
+  if (policy.block_length > 0) refuse("block_length above 0", "block_length = 0");
+  if (policy.next_block < 1) refuse("next_block below 1", "next_block = 1");
+  if (policy.remask != Remask::none) refuse("this remask", "remask = \"none\"");
+  if (policy.stop == Stop::early_eos) refuse("stop = \"early-eos\"", "stop = \"eos\" or \"none\"");
+  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
+  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
+}
+
 }  // namespace
 
 Policy suit_policy(Policy policy, const Denoiser& denoiser) {
@@ -235,6 +252,7 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
          "use "
          "another rule, such as \"threshold\"");
   }
+  if (denoiser.resizes()) suit_resizing(policy);
   if (visible_block == 0) {
     if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
       fail(DLM_UNSUPPORTED,

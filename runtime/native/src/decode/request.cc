@@ -29,11 +29,18 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
          "policy: cfg_scale = %.10g needs two canvases per pass, one without the prompt, but the "
          "engine takes one: use cfg_scale = 0, or open the bundle with engine \"onnxruntime\"",
          guidance());
+  // The authors' limit, so that a request ends even if its denoiser expands and deletes forever.
+  expansions_left_ = 2 * static_cast<int32_t>(undecided_.end() -
+                                              std::find(undecided_.begin(), undecided_.end(), 1));
   if (start_length > 0 && start_length < longest_) {
-    // The largest passes are those of the last block that the canvas may get.
+    // The largest passes are those of the last block that the canvas may get, or of the longest
+    // canvas.
     const std::vector<uint8_t> undecided = std::exchange(undecided_, {});
+    const auto open = static_cast<int32_t>(std::count(undecided.begin(), undecided.end(), 1));
     undecided_.assign(undecided.size(), 0);
-    std::fill(undecided_.end() - std::min(growth(), longest_ - start_length), undecided_.end(), 1);
+    std::fill(undecided_.end() -
+                  (denoiser.resizes() ? open : std::min(growth(), longest_ - start_length)),
+              undecided_.end(), 1);
     plan_ = plan_passes(undecided_, policy_, denoiser_, 0, engine);
     check_limits();
     canvas_.resize(start_length);
@@ -122,6 +129,7 @@ Needs Request::needs() const {
   // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
   found.draws = found.draws || guidance() > 0;
+  if (rules_out_expand()) found.logits = true, found.entropy = false;  // see predictions_of
   if (found.draws && (found.logits || !engine_.draws())) found.draws = false, found.logits = true;
   if (guidance() > 0) found.entropy = found.draws;  // the host computes it from the logits
   return found;

@@ -34,7 +34,8 @@ class Request {
   // `prefix_group` is dlm_request.prefix_group.
   // If `start_length` is above 0, the canvas starts with only that many tokens, and the other
   // tokens must be undecided mask tokens. Whenever all positions are decided without an end token,
-  // the request adds a block of these tokens.
+  // the request adds a block of these tokens. If the denoiser changes the length of canvases, only
+  // expand tokens add tokens.
   // Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED, for example if the plan
   // contains a pass that is too large for the engine.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
@@ -110,6 +111,12 @@ class Request {
   bool has_conditioning() const { return has_conditioning_; }
   // The temperature of the next pass. The graph uses it to compute self-conditioning.
   float graph_temperature() const;
+  // Returns true if the canvas may not become longer, so that the next pass must not predict an
+  // expand token.
+  bool rules_out_expand() const {
+    return denoiser_.resizes() &&
+           (static_cast<int32_t>(canvas_.size()) >= longest_ || expansions_left_ <= 0);
+  }
   // Returns true if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
@@ -149,8 +156,9 @@ class Request {
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
   // position gets the token that the last pass proposed for this position. If the last pass
   // proposed no token, the position gets the token that the proposer's complete() chooses. If
-  // complete() chooses no token, the position gets an end token. The positions that end() fills
-  // still count as undecided. `why` is a DLM_FINISH_ constant.
+  // complete() chooses no token, the position gets an end token. If the denoiser changes the length
+  // of canvases, a position without a token, or with an expand or delete token, is removed instead.
+  // The positions that end() fills still count as undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
   // Like end(), but leaves the canvas unchanged. So this function needs no memory.
   void drop() noexcept;
@@ -197,6 +205,11 @@ class Request {
   int32_t growth() const {
     return policy_.block_length > 0 ? policy_.block_length : denoiser_.max_new_tokens;
   }
+  // Removes the delete tokens that the last pass committed, and replaces each expand token by two
+  // mask tokens. An expand token for which there is no room becomes one mask token.
+  void resize();
+  // Replaces the position `at` by `count` undecided mask tokens.
+  void replace(int32_t at, size_t count);
   bool has_end() const;
   // Puts an end token at the last position if the policy reserves this position. The request treats
   // this token as given by the caller.
@@ -255,7 +268,8 @@ class Request {
   std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
   bool is_reserved_ = false;
-  int32_t given_ = 0;  // number of tokens that the caller gave
+  int32_t given_ = 0;            // number of tokens that the caller gave
+  int32_t expansions_left_ = 0;  // how many more expand tokens may lengthen the canvas
   std::vector<Stage> plan_;
   size_t stage_ = 0, last_stage_ = 0;
   // is_made_: this stage has made a pass. is_editing_: all positions of the block are decided, but

@@ -24,7 +24,7 @@ void Request::extend(size_t length) {
 
 bool Request::grow() {
   const auto length = static_cast<int32_t>(canvas_.size());
-  if (length == longest_ || has_end()) return false;
+  if (length == longest_ || denoiser_.resizes() || has_end()) return false;
   if (is_reserved_) {
     canvas_.back() = denoiser_.mask_token_id;
     undecided_.back() = 1;
@@ -38,6 +38,43 @@ bool Request::grow() {
   plan_.insert(plan_.end(), added.begin(), added.end());
   has_rows_ = false;  // a cache holds the rows of one length, so the next pass writes all rows
   return true;
+}
+
+void Request::resize() {
+  std::vector<int32_t> committed;
+  for (const int32_t row : order_) committed.push_back(positions_[row]);
+  // From right to left, so that the positions that are still to come stay valid.
+  std::sort(committed.rbegin(), committed.rend());
+  auto room = longest_ - static_cast<int32_t>(canvas_.size());
+  for (const int32_t at : committed) room += canvas_[at] == denoiser_.delete_token_id ? 1 : 0;
+  for (const int32_t at : committed) {
+    const int32_t token = canvas_[at];
+    if (token == denoiser_.delete_token_id) replace(at, 0);
+    if (token != denoiser_.expand_token_id) continue;
+    const int32_t added = room > 0 && expansions_left_ > 0 ? 1 : 0;
+    room -= added, expansions_left_ -= added;
+    replace(at, 1 + static_cast<size_t>(added));
+  }
+}
+
+void Request::replace(int32_t at, size_t count) {
+  const auto splice = [&](auto& list, auto value, size_t width = 1) {
+    const auto first = list.begin() + static_cast<std::ptrdiff_t>(at * width);
+    list.insert(list.erase(first, first + static_cast<std::ptrdiff_t>(width)), count * width,
+                value);
+  };
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  splice(canvas_, denoiser_.mask_token_id);
+  splice(undecided_, uint8_t{1});
+  splice(is_given_, false);
+  splice(guess_, -1);
+  splice(score_, 0.0f);
+  splice(log_probs_, kNone);
+  splice(top_tokens_, -1, top_count_);
+  splice(top_log_probs_, kNone, top_count_);
+  for (Stage& stage : plan_)  // the whole canvas is one block
+    stage.rows.last = stage.decided.last = stage.awaited.last = stage.block.last =
+        static_cast<int32_t>(canvas_.size());
 }
 
 bool Request::has_end() const {
@@ -67,8 +104,13 @@ void Request::end(int32_t why) {
   if (is_constrained_) extend(longest_);  // the rest of the text may need this room
   std::vector<int32_t> guess = guess_;
   proposer_->complete(canvas_, undecided_, guess);
-  for (size_t at = 0; at < canvas_.size(); ++at) {
+  for (size_t at = canvas_.size(); at-- > 0;) {
     if (undecided_[at] == 0) continue;
+    if (denoiser_.resizes() && (guess[at] < 0 || guess[at] == denoiser_.expand_token_id ||
+                                guess[at] == denoiser_.delete_token_id)) {
+      replace(static_cast<int32_t>(at), 0);
+      continue;
+    }
     // If the canvas contains a random token or a drafted token at this position, this code replaces
     // the token.
     canvas_[at] = guess[at] >= 0                    ? guess[at]

@@ -96,6 +96,7 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
   }
   note_guesses(proposals);
   take(predictions, proposals, order_);
+  if (denoiser_.resizes()) resize();
 }
 
 // Chooses the rows that commit, and the rows whose decided tokens are replaced (LLaDA2.1).

@@ -11,6 +11,8 @@ bool Request::fits(const Request& other) const {
   const auto same = [](const Stage& one, const Stage& two) {
     return one.rows == two.rows && one.use == two.use && one.block == two.block;
   };
+  // Later, the canvases would have different lengths.
+  if (denoiser_.resizes()) return false;
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   // Canvases that grow must keep the same length, so the requests must also grow by the same
   // blocks.

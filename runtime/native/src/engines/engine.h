@@ -102,6 +102,11 @@ struct Denoiser {
   bool keeps_conditioning = false;
   // Ranges [first, last) of ids that are no tokens. They are never predicted.
   std::vector<std::pair<int32_t, int32_t>> unused_tokens{};
+  // The tokens that change the length of a canvas; -1: the denoiser has no such tokens. A decided
+  // expand token becomes two mask tokens, and a decided delete token is removed (DreamOn).
+  int32_t expand_token_id = -1, delete_token_id = -1;
+
+  bool resizes() const { return expand_token_id >= 0; }
 
   // Returns the width of the self-conditioning in the arrays of a pass. The width is 0 if contexts
   // keep self-conditioning.
