@@ -77,6 +77,7 @@ def under_native_loop(
         conditioning_size=0 if c.conditioning is None else c.hidden_size,
         expand_token_id=c.expand_token_id,
         delete_token_id=c.delete_token_id,
+        shifted_drafts=c.has_shifted_drafts,
     )
     return from_callback(info, run)
 

@@ -156,7 +156,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     changes: dict[str, Any] = {"stop": draw(st.sampled_from(("eos", "early-eos", "none")))}
     if draw(st.booleans()):
         changes |= {
-            "commit": draw(st.sampled_from(("static", "threshold", "factor", "sequential"))),
+            "commit": draw(
+                st.sampled_from(("static", "threshold", "factor", "sequential", "longest_prefix"))
+            ),
             "steps_per_block": draw(st.integers(0, 4)),
             "schedule": draw(st.sampled_from(("masked", "block", "floor"))),
             "reserve": draw(st.sampled_from(("none", "end"))),
@@ -450,8 +452,10 @@ def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, s
     for name, policy in PRESETS.items():
         if name in suiting:
             bundle.generate(tokens=[1], max_new_tokens=16, **suiting[name].as_dict())
-        elif name not in ("nemotron-diffusion", "wedlm", "diffusion-gemma", "dreamon") or (
-            name == "diffusion-gemma" and (shift or block is None)
+        elif (
+            name not in ("nemotron-diffusion", "wedlm", "diffusion-gemma", "dreamon", "sdlm")
+            or (name in ("diffusion-gemma", "sdlm") and block is None)
+            or (name == "diffusion-gemma" and shift)
         ):  # these four would also run, but they were published for other denoisers
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=16, **policy.as_dict())

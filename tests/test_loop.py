@@ -26,7 +26,10 @@ from dlm_runtime import (
     RequestError,
 )
 
-COMMITS = ("static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential")
+COMMITS = (
+    *("static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential"),
+    "longest_prefix",
+)
 CACHES = ("none", "prefix", "dual")
 
 policies = st.builds(

@@ -207,6 +207,7 @@ def _presets(network: NetworkSpec) -> dict[str, Policy]:
         network.draft_block,
         network.noise,
         resizes=network.resizes,
+        has_shifted_drafts=network.has_shifted_drafts,
     )
     if not network.needs_whole_canvas:
         return presets

@@ -49,6 +49,8 @@ class DenoiserInfo:
         expand_token_id, delete_token_id: The ids of the tokens that change the length of a canvas.
             Two mask tokens replace a committed expand token, and a committed delete token is
             removed. If both are None, there are no such tokens.
+        shifted_drafts: True if the rows of a draft pass see each other and predict the next
+            positions (SDLM). The denoiser then has draft passes, shift 1 and a mask token.
     """
 
     vocab_size: int
@@ -67,6 +69,7 @@ class DenoiserInfo:
     max_new_tokens: int = 128
     expand_token_id: int | None = None
     delete_token_id: int | None = None
+    shifted_drafts: bool = False
 
 
 @dataclass(frozen=True)

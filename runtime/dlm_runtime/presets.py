@@ -1,8 +1,8 @@
 """Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), d3LLM (arXiv:2601.07568), and the released code of RND1, LLaDA2, Fast-dLLM v2,
-Stable-DiffCoder, Nemotron-Labs-Diffusion, DiffusionGemma and DreamOn. ``docs/reference/policies.md``
+(arXiv:2510.06303), d3LLM (arXiv:2601.07568), SDLM (arXiv:2509.24007), and the released code of RND1,
+LLaDA2, Fast-dLLM v2, Stable-DiffCoder, Nemotron-Labs-Diffusion, DiffusionGemma and DreamOn. ``docs/reference/policies.md``
 describes each preset.
 """
 
@@ -99,6 +99,11 @@ PRESETS = {
     "nemotron-diffusion": Policy(
         commit="threshold", cache="block", block_length=0, stop="early-eos"
     ),
+    # This preset is for SDLM. Each pass decides the leftmost tokens of a block, up to the first one
+    # that is not confident, and at least one token. The next block starts after them.
+    "sdlm": Policy(
+        commit="longest_prefix", compare=">", cache="block", block_length=0, score_of="draw"
+    ),
     # This preset is for denoisers without a mask token. A block starts from random tokens. Each
     # pass accepts the positions with the lowest entropies and draws new random tokens for the
     # others. The temperature falls from 0.8 to 0.4. A block ends after 48 passes, or when its
@@ -142,6 +147,7 @@ def presets_for(
     noise: str = "absorbing",
     *,
     resizes: bool = False,
+    has_shifted_drafts: bool = False,
 ) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
@@ -150,14 +156,19 @@ def presets_for(
     of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
     has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
     denoisers that start from random tokens. ``resizes`` is true for denoisers that change the length
-    of canvases.
+    of canvases. ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and
+    predict the next positions.
     """
     if resizes:
         return {"dreamon": PRESETS["dreamon"]}
     found = {
         name: policy
         for name, policy in PRESETS.items()
-        if _suits(policy, visible_block, shift, draft_block, noise)
+        if (
+            policy == PRESETS["sdlm"]
+            if has_shifted_drafts
+            else _suits(policy, visible_block, shift, draft_block, noise)
+        )
     }
     if visible_block is None:
         return found
@@ -178,7 +189,7 @@ def _suits(
         return policy.commit == "verify"
     if (policy.remask == "noise") != (noise == "uniform"):
         return False
-    if policy == PRESETS["dreamon"]:
+    if policy in (PRESETS["dreamon"], PRESETS["sdlm"]):
         return False
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False

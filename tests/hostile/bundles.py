@@ -386,6 +386,16 @@ LOOP: list[Case] = [
         "loop.draft_updates: needs draft_block",
     ),
     Case(
+        "shifted drafts without draft passes",
+        put("loop", "shifted_drafts", True),
+        "loop.shifted_drafts: needs draft_block, shift 1 and a mask token",
+    ),
+    Case(
+        "no shifted drafts",
+        put("loop", "shifted_drafts", False),
+        "loop.shifted_drafts: must be true if it is there",
+    ),
+    Case(
         "no updates for draft passes",
         put("loop", "draft_updates", False),
         "loop.draft_updates: must be true if it is there",

@@ -96,6 +96,9 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
         taken = count
     elif policy.commit == "sequential":
         order, taken = np.arange(len(score)), count
+    elif policy.commit == "longest_prefix":
+        order, within = np.arange(len(score)), _reach(score, policy)
+        taken = max(1, len(score) if within.all() else int(within.argmin()))
     elif policy.commit in ("threshold", "entropy_threshold"):
         taken = max(1, int(above.sum()))
     elif policy.commit == "dynamic":

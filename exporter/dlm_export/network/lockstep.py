@@ -59,11 +59,11 @@ class Course:
             self.conditioning = None
         if self.span is None:
             return
-        start, end, is_updated = self.span.first, self.span.last, self.span.is_updated
-        if self.span.draft_rows is not None:
-            start, is_updated = self.span.draft_rows - 1, True
-        elif not self.span.is_draft:
-            return
+        start, end, is_updated = self.span.draft_start, self.span.last, self.span.is_updated
+        if not self.span.is_draft:
+            if self.span.draft_rows is None:
+                return
+            start, is_updated = start - 1, True
         read = None if self.conditioning is None else self.conditioning.half().numpy()
         is_open = self.run.is_noised if self.run.policy.remask == "noise" else self.run.undecided
         ratio = float(is_open[start:end].mean())

@@ -118,6 +118,9 @@ def turns(
     if policy.commit == "verify":
         yield from _verified_turns(canvas, policy, looped)
         return
+    if policy.commit == "longest_prefix" and looped.draft_block is not None and looped.shift:
+        yield from _prefix_turns(canvas, policy, looped)
+        return
     if policy.next_block < 1:
         yield from _ahead_turns(canvas, policy, looped, steps, scaffold)
         return
@@ -367,6 +370,36 @@ def _drafting_turn(tokens: np.ndarray, start: int, drafts: int, block_length: in
         drafted=np.append(tokens[start : end - 1], -1),
         drafts=found,
     )
+
+
+def _prefix_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
+    """Yield the turns of SDLM (arXiv:2509.24007), whose draft passes decide the text.
+
+    A causal pass stores the prompt, except its last token. All other passes are draft passes. The
+    first drafted row is the last decided token, and the others are mask tokens. Each row predicts
+    the next position. The caller decides the first positions of the block, and the next block
+    starts after them. The next draft pass starts with causal rows, which store the decided tokens
+    before its first drafted row.
+    """
+    undecided, wanted = canvas.undecided, canvas.undecided.copy()
+    if not undecided.any():
+        return
+    length, start = len(undecided), int(undecided.argmax())
+    block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
+    assert start > 0
+    assert undecided[start:].all()
+    stored, passes, end = start - 1, 0, min(start + block_length, length)
+    if stored:
+        yield Turn(start, end, 0, passes, Span(0, stored, "append"), np.zeros(0, np.int64))
+        passes += 1
+    while True:
+        span = Span(stored, end - 1, "append", True, draft_rows=start - 1)
+        yield Turn(start, end, 0, passes, span, np.arange(start, end))
+        stored, passes = start - 1, passes + 1
+        if _end(canvas, wanted, start, end, policy, looped) or not undecided.any():
+            return
+        start = int(undecided.argmax())
+        end = min(start + block_length, length)
 
 
 def _scored(

@@ -58,12 +58,12 @@ class Span:
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
 
-    If ``is_draft`` is true, the pass is a draft pass, in which all rows attend to each other. Only
-    networks with a ``draft_block`` have draft passes. All their other passes are causal. If
-    ``is_updated`` is true, the pass uses the network's low-rank updates for draft passes, if there
-    are any.
+    If ``is_draft`` is true, the pass is a draft pass, in which the rows from the position
+    ``draft_rows`` on, or all rows, attend to each other. Only networks with a ``draft_block`` have
+    draft passes. All other passes and rows are causal. If ``is_updated`` is true, the pass uses the
+    network's low-rank updates for draft passes, if there are any.
 
-    With causal drafts, all passes are causal, and the rows from the position ``draft_rows`` on are
+    With causal drafts, ``is_draft`` is false, and the rows from the position ``draft_rows`` on are
     draft rows, which use the low-rank updates. If ``draft_rows`` is ``None``, there are none.
     """
 
@@ -77,16 +77,19 @@ class Span:
     def ids(self, network: NetworkSpec) -> np.ndarray:
         """Return the position ids of the pass, int64 ``[T]``.
 
-        The length of the longest canvas is added to the position ids of a draft pass. If the pass
-        uses low-rank updates, this length is added twice. With causal drafts, it is added once, to
-        the position ids of draft rows.
+        The length of the longest canvas is added to the position ids of draft rows. If a draft pass
+        uses low-rank updates, this length is added twice. With causal drafts, it is added once.
         """
-        found, longest = np.arange(self.first, self.last), network.max_canvas_length
-        if self.draft_rows is not None:
-            found[self.draft_rows - self.first :] += longest
-        elif self.is_draft:
-            found += (1 + (self.is_updated and network.has_draft_updates)) * longest
+        found, is_updated = np.arange(self.first, self.last), self.is_draft and self.is_updated
+        if self.is_draft or self.draft_rows is not None:
+            times = 1 + (is_updated and network.has_draft_updates)
+            found[self.draft_start - self.first :] += times * network.max_canvas_length
         return found
+
+    @property
+    def draft_start(self) -> int:
+        """The position of the first draft row, in a pass with draft rows."""
+        return self.first if self.draft_rows is None else self.draft_rows
 
     @property
     def is_stored(self) -> bool:
@@ -158,8 +161,8 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
 
     With full or causal attention, the first block starts at the first undecided position. With
     block-causal attention, blocks start at multiples of the block length, so the first block may
-    begin with tokens of the prompt. ``turns.turns`` explains ``steps``. For the commit rule
-    "verify", ``turns.turns`` does not use this function.
+    begin with tokens of the prompt. ``turns.turns`` explains ``steps``. Loops whose blocks depend on
+    the tokens do not use this function (see ``turns.turns``).
     """
     if not undecided.any():
         return []

@@ -8,6 +8,7 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - SDAR (arXiv:2510.06303): the commit rule "dynamic";
 - entropy-bounded sampling (arXiv:2505.24857);
 - d3LLM (arXiv:2601.07568): positions of several blocks in one pass;
+- SDLM (arXiv:2509.24007): the longest prefix of confident tokens;
 - the released code of DiffusionGemma: blocks that start from random tokens.
 
 This module runs the passes of one request. ``loop_turns`` schedules the passes, and
@@ -211,7 +212,8 @@ class Run:
             return proposals
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
         is_verified = self.policy.commit == "verify"
-        if is_verified and self.policy.stop != "none":
+        is_cut = is_verified or self.policy.commit == "longest_prefix"
+        if is_cut and self.policy.stop != "none":
             ends = np.isin(proposals.tokens, self.network.eos_token_ids)
             chosen &= np.cumsum(ends) - ends == 0  # nothing is decided after an end token
         committed = turn.positions[chosen]

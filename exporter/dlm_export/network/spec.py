@@ -292,9 +292,11 @@ class NetworkSpec:
     def is_verifying(self) -> bool:
         """True if the denoiser can verify drafts in causal passes (self-speculation).
 
-        Such a denoiser has draft passes and a mask token, or draft passes that are causal.
+        Such a denoiser has draft passes and a mask token, or draft passes that are causal. With
+        ``has_shifted_drafts``, no pass verifies drafts.
         """
-        return self.draft_block is not None and (self.has_mask_token or self.has_causal_drafts)
+        has_drafts = self.has_mask_token and not self.has_shifted_drafts
+        return self.draft_block is not None and (has_drafts or self.has_causal_drafts)
 
     @property
     def end_token_id(self) -> int | None:
@@ -651,6 +653,16 @@ class NetworkSpec:
         predicts the next position. See Uno (arXiv:2609.04010) and I-DLM (arXiv:2604.11035).
         """
         return all(layer.attention.has_causal_drafts for layer in self.layers)
+
+    @property
+    def has_shifted_drafts(self) -> bool:
+        """True if the rows of a draft pass attend to each other, and predict the next positions.
+
+        The first token of a draft pass is the last decided token, and all others are mask tokens.
+        Draft passes decide the text, and causal rows only store keys and values (SDLM,
+        arXiv:2509.24007).
+        """
+        return self.draft_block is not None and self.shift == 1 and not self.has_causal_drafts
 
     @property
     def has_masks_last(self) -> bool:

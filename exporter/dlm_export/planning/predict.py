@@ -77,6 +77,8 @@ def default_policy(network: NetworkSpec) -> Policy:
         return Policy(cache="dual")
     if network.has_causal_drafts:
         return PRESETS["self-speculation"]
+    if network.has_shifted_drafts:
+        return PRESETS["sdlm"]
     if network.noise == "uniform":
         return PRESETS["diffusion-gemma"]
     return Policy(cache="block", block_length=network.draft_block or network.visible_block)

@@ -76,6 +76,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         has_cache=True,
         visible_block=network.visible_block,
         draft_block=network.draft_block,
+        shifted_drafts=network.has_shifted_drafts,
         conditioning_size=0 if network.conditioning is None else network.hidden_size,
         expand_token_id=network.expand_token_id,
         delete_token_id=network.delete_token_id,
@@ -110,6 +111,7 @@ def list_passes(
             turn.start == first_block
             and turn.span.kept == "append"
             and turn.span.first < turn.start
+            and not turn.span.is_draft
         )
         whole = turn.span.first, turn.span.last
         is_drafted = policy.commit == "verify" and turn.span.is_draft

@@ -156,6 +156,7 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
             network.draft_block,
             network.noise,
             resizes=network.resizes,
+            has_shifted_drafts=network.has_shifted_drafts,
         ).items()
     }
 

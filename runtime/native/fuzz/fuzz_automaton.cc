@@ -40,8 +40,8 @@ dlm_status run(void* user, const dlm_pass* pass) {
 }
 
 dlm_policy choose(fuzz::Input& input) {
-  static constexpr const char* kCommits[] = {"static", "threshold",     "dynamic",
-                                             "factor", "entropy_bound", "sequential"};
+  static constexpr const char* kCommits[] = {
+      "static", "threshold", "dynamic", "factor", "entropy_bound", "sequential", "longest_prefix"};
   dlm_policy policy;
   dlm_policy_init(&policy, sizeof policy);
   const uint8_t bits = input.byte();

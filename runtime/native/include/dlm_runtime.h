@@ -121,7 +121,8 @@ typedef struct dlm_denoiser {
                           With shift 1, the denoiser is autoregressive: in all passes, a row sees
                           no later positions and predicts the next position. A pass may end with
                           draft rows, which contain mask tokens, or random tokens if mask_token_id
-                          is V. Policies need commit "verify" */
+                          is V. Policies need commit "verify". shifted_drafts describes another kind
+                          of draft passes with shift 1 */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
                                 pass returns C numbers for each scored row, and the next draft pass
                                 over the same block reads them. In this case, mask_token_id must be
@@ -131,6 +132,11 @@ typedef struct dlm_denoiser {
    * Attention must be full. */
   int32_t expand_token_id;
   int32_t delete_token_id;
+  int32_t shifted_drafts; /* 1: in a draft pass, each draft row sees all rows of the pass and
+                             predicts the next position. The first draft row is the last decided
+                             token, and the others are mask tokens. Rows before it may be causal.
+                             Needs draft_block, shift 1 and a mask token. Policies need commit
+                             "longest_prefix". 0 (default): see draft_block */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -199,7 +205,9 @@ typedef struct dlm_policy {
                           | "random" */
   const char* commit;  /* the rule that chooses which positions commit: "static" (default) |
                           "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
-                          "sequential" | "entropy_threshold" | "verify": for denoisers with draft
+                          "sequential" | "entropy_threshold" | "longest_prefix": the leftmost
+                          positions commit, up to the first one whose score does not reach the
+                          threshold | "verify": for denoisers with draft
                           passes. A draft pass predicts the tokens of a block, and a causal pass
                           verifies them. With shift 1, the causal pass also drafts the next block.
                           Causal passes alone, which decide one token per pass, would give the same
@@ -239,8 +247,9 @@ typedef struct dlm_policy {
                               canvas. The first pass over a later block starts `refresh` tokens
                               before this block, or at the start of the previous block if that is
                               earlier. It ends where the other passes over the block end */
-  double threshold;        /* for commit "threshold" and "dynamic": positions commit if their score
-                              is at least this number, or, with compare ">", above it; 0..1 (0.9) */
+  double threshold;        /* for commit "threshold", "dynamic" and "longest_prefix": positions
+                              commit if their score is at least this number, or, with compare ">",
+                              above it; 0..1 (0.9) */
   double factor;           /* for commit "factor": a higher factor commits more positions per
                               pass, 0..1e9 (1) */
   double entropy_bound;    /* for commit "entropy_bound": a higher bound commits more positions per

@@ -223,8 +223,8 @@ void choose_noise(std::mt19937& random, dlm_policy& policy) {
 
 Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool is_noised = false) {
   dlm_policy policy = dlm::default_policy();
-  policy.commit =
-      any_of<const char*>(random, {"static", "threshold", "dynamic", "factor", "sequential"});
+  policy.commit = any_of<const char*>(
+      random, {"static", "threshold", "dynamic", "factor", "sequential", "longest_prefix"});
   policy.score = any_of<const char*>(random, {"confidence", "margin", "random"});
   policy.threshold = any_of<double>(random, {0.3, 0.6, 0.9});
   policy.schedule = any_of<const char*>(random, {"masked", "block", "floor"});

@@ -44,7 +44,7 @@ class FrontierState:
         """The pass before the commit, computed without the cache of earlier passes."""
         span, positions = self.turn.span, self.turn.positions
         if span.is_draft:
-            draft = DraftPass(span.first, is_updated=span.is_updated)
+            draft = DraftPass(span.draft_start, is_updated=span.is_updated)
             return View(self.canvas[: span.last], positions, draft)
         return View(self.canvas, positions)
 

@@ -173,6 +173,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.conditioning_size = d.conditioning_size;
   told.expand_token_id = d.expand_token_id;
   told.delete_token_id = d.delete_token_id;
+  told.shifted_drafts = d.has_shifted_drafts ? 1 : 0;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

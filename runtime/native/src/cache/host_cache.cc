@@ -51,8 +51,10 @@ class LayerGroup {
   }
 
   // Records that a pass has stored its rows.
-  void end(const dlm_pass& pass) {
-    const auto first = static_cast<int32_t>(pass.position_ids[0]);
+  void end(const dlm_pass& pass, CacheUse use) {
+    // The positions of drafted rows are moved. Only passes that append rows have drafted rows.
+    const auto first =
+        use == CacheUse::append ? pass.cached : static_cast<int32_t>(pass.position_ids[0]);
     if (window_ > 0)
       next_ = pass.cached, written_ = pass.tokens;
     else
@@ -201,7 +203,7 @@ class HostContext final : public Context {
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));
     engine_.run(pass, {}, {std::min(pass.cached, window_)});
     if (!keeps_rows(use)) return;
-    for (LayerGroup& group : groups_) group.end(pass);
+    for (LayerGroup& group : groups_) group.end(pass, use);
   }
 
   void keep_outside(int32_t first, int32_t last) override {

@@ -79,7 +79,8 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   const auto size = static_cast<int32_t>(scores.size());
   order.resize(scores.size());
   std::iota(order.begin(), order.end(), 0);
-  if (policy.commit != Commit::sequential && policy.commit != Commit::verify)
+  if (policy.commit != Commit::sequential && policy.commit != Commit::verify &&
+      policy.commit != Commit::longest_prefix)
     std::stable_sort(order.begin(), order.end(),
                      [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
   const auto ranked = [&](int32_t rank) { return scores[order[static_cast<size_t>(rank)]]; };
@@ -99,6 +100,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
       break;
     case Commit::threshold:
     case Commit::entropy_threshold:
+    case Commit::longest_prefix:
       taken = std::max(1, above());
       break;
     case Commit::dynamic:

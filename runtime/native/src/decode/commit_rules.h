@@ -2,7 +2,7 @@
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
-// (arXiv:2601.07568) and the released code of DiffusionGemma.
+// (arXiv:2601.07568), SDLM (arXiv:2509.24007) and the released code of DiffusionGemma.
 // exporter/dlm_export/network/commit_rules.py implements the same rules in Python.
 //
 // The rules use only the scores of positions. A proposer computes the scores. So the same rules
@@ -27,15 +27,17 @@ enum class Commit {
   timestep,
   sequential,
   verify,
-  entropy_threshold
+  entropy_threshold,
+  longest_prefix
 };
 inline constexpr const char* kCommitNames[] = {
-    "static",     "threshold", "dynamic",           "factor", "entropy_bound", "timestep",
-    "sequential", "verify",    "entropy_threshold", nullptr};
+    "static",     "threshold", "dynamic",           "factor",         "entropy_bound", "timestep",
+    "sequential", "verify",    "entropy_threshold", "longest_prefix", nullptr};
 
 // Returns true if a rule compares scores with fractions, so that scores must be in 0..1.
 constexpr bool compares_fractions(Commit rule) {
-  return rule == Commit::threshold || rule == Commit::dynamic || rule == Commit::factor;
+  return rule == Commit::threshold || rule == Commit::dynamic || rule == Commit::factor ||
+         rule == Commit::longest_prefix;
 }
 // Returns true if a rule compares entropies, so that the scores must be entropies.
 constexpr bool compares_entropies(Commit rule) {
@@ -70,9 +72,9 @@ double fraction_of(double score);
 
 // Chooses the rows that commit. `scores` contains one score per row, in the order of the positions.
 // Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
-// stay in the order of their positions. If the policy commits sequentially (`sequential`), all rows
-// stay in the order of their positions. Returns the number of rows that commit, at least 1. These
-// are the first rows in `order`.
+// stay in the order of their positions. If the policy commits from left to right (`sequential`,
+// `longest_prefix`), all rows stay in the order of their positions. Returns the number of rows that
+// commit, at least 1. These are the first rows in `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

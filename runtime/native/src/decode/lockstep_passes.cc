@@ -134,8 +134,8 @@ Pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
   for (const Lane::Row& row : lane.rows) {
     const Request& request = row.member == nullptr ? members.front()->request : row.member->request;
     const size_t canvas = row.member == nullptr ? 0 : row.canvas;
-    pieces.push_back({&request.canvas(canvas), rows, stage.is_draft, stage.is_updated,
-                      stage.draft_rows(), &request.conditioning()});
+    pieces.push_back({&request.canvas(canvas), rows, stage.draft_rows(), stage.is_updated,
+                      &request.conditioning()});
   }
   Pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;

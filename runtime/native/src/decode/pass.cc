@@ -42,11 +42,11 @@ Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, in
   for (const Piece& piece : pieces) {
     const auto [first, last] = piece.rows;
     const int64_t longest = denoiser.max_canvas_length;
-    const int64_t start = longest * (int{piece.is_draft} + int{piece.is_updated});
+    const int64_t moved = longest * (1 + int{piece.is_updated});
     buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
                              piece.canvas->begin() + last);
     for (int32_t i = first; i < last; ++i)
-      buffers.position_ids.push_back((i < piece.draft_rows ? start : longest) + i);
+      buffers.position_ids.push_back((i < piece.draft_rows ? 0 : moved) + i);
   }
   Pass pass{};
   pass.struct_size = sizeof(dlm_pass);

@@ -61,16 +61,14 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of one canvas that a pass computes. If is_updated is true, a draft pass uses the
-// low-rank updates of the denoiser. Denoiser::draft_block says which rows a draft pass sees. If
-// drafts are causal, the rows from the position `draft_rows` on are draft rows, which use the
-// updates.
+// Positions of one canvas that a pass computes. The rows from the position `draft_rows` on are
+// draft rows. Denoiser::draft_block says which rows they see. If is_updated is true, they use the
+// low-rank updates of the denoiser. If drafts are causal, they always use them.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
-  bool is_draft = false;
-  bool is_updated = false;
   int32_t draft_rows = INT32_MAX;
+  bool is_updated = false;
   // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
   const std::vector<float>* conditioning = nullptr;
 };

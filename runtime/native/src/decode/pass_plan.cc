@@ -163,7 +163,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
 }
 
 // Plans the passes that store the prompt and decide the first position, for the commit rule
-// `verify`.
+// `verify`. If the denoiser has shifted drafts, plans the passes that store the prompt except its
+// last token, and the draft pass of the first block.
 std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine) {
   std::vector<Stage> plan;
@@ -171,22 +172,44 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Poli
   const auto start =
       static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
   if (start == length) return plan;
+  const char* const commit = kCommitNames[static_cast<size_t>(policy.commit)];
   if (steps > 0)
-    fail(
-        DLM_INVALID_ARGUMENT,
-        "steps = %d, but with commit = \"verify\" the text decides the number of passes: use steps "
-        "= 0, or set max_steps",
-        steps);
+    fail(DLM_INVALID_ARGUMENT,
+         "steps = %d, but with commit = \"%s\" the text decides the number of passes: use steps = "
+         "0, or set max_steps",
+         steps, commit);
   if (start == 0)
     fail(DLM_UNSUPPORTED,
-         "policy: commit = \"verify\" needs a prompt of at least one token, because each token is "
-         "predicted from the tokens before it");
+         "policy: commit = \"%s\" needs a prompt of at least one token, because each token is "
+         "predicted from the tokens before it",
+         commit);
   if (std::find(undecided.begin() + start, undecided.end(), 0) != undecided.end())
-    fail(
-        DLM_UNSUPPORTED,
-        "policy: commit = \"verify\" generates from left to right, but position %d is to be filled "
-        "before tokens that are given: use another rule, such as \"threshold\"",
-        start);
+    fail(DLM_UNSUPPORTED,
+         "policy: commit = \"%s\" generates from left to right, but position %d is to be filled "
+         "before tokens that are given: %s",
+         commit, start,
+         denoiser.has_shifted_drafts ? "give only tokens before the new ones"
+                                     : "use another rule, such as \"threshold\"");
+  if (denoiser.has_shifted_drafts) {
+    const Range block{start, std::min(start + policy.block_length, length)}, none{start, start};
+    for (int32_t stored = 0; stored < start - 1;) {
+      const int32_t end = stored + tokens_at_once(engine, start - 1 - stored, stored, 1);
+      plan.push_back({{stored, end},
+                      stored,
+                      CacheUse::append,
+                      PassKind::prefill,
+                      none,
+                      {},
+                      1,
+                      block,
+                      false,
+                      false,
+                      1});
+      stored = end;
+    }
+    plan_prefix(plan, policy, start - 1, start, length);
+    return plan;
+  }
   const Range first{start, start + 1};
   for (int32_t stored = 0; stored < start;) {
     const int32_t end = stored + tokens_at_once(engine, start - stored, stored, 1);
@@ -234,6 +257,14 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
         "policy: commit = \"%s\" does not suit this denoiser, which is autoregressive and verifies "
         "its drafts: use commit = \"verify\"",
         kCommitNames[static_cast<size_t>(policy.commit)]);
+  if (denoiser.has_shifted_drafts) {
+    if (policy.commit != Commit::longest_prefix)
+      fail(DLM_UNSUPPORTED,
+           "policy: commit = \"%s\" does not suit this denoiser, whose draft passes predict the "
+           "next positions: use commit = \"longest_prefix\"",
+           kCommitNames[static_cast<size_t>(policy.commit)]);
+    check_left_to_right(policy);
+  }
   if (!denoiser.has_mask_token() && !denoiser.has_causal_drafts() && policy.remask != Remask::noise)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"%s\" does not suit this denoiser, which has no mask token and starts "
@@ -326,7 +357,7 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine) {
   const auto length = static_cast<int32_t>(undecided.size());
-  if (policy.commit == Commit::verify)
+  if (policy.commit == Commit::verify || denoiser.has_shifted_drafts)
     return plan_prompt(undecided, policy, denoiser, steps, engine);
   const std::vector<Block> blocks = find_blocks(undecided, policy, denoiser, steps);
   return denoiser.visible_block == 0
@@ -356,6 +387,7 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoise
                     false,
                     1,
                     false,
+                    0,
                     {end, drafted}});
     return;
   }
@@ -378,6 +410,28 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoise
                     denoiser.has_draft_updates});
   plan.push_back({rows, rows.first, CacheUse::append, PassKind::verify, block, once, 1, block, true,
                   false, 1});
+}
+
+void plan_prefix(std::vector<Stage>& plan, const Policy& policy, int32_t stored, int32_t start,
+                 int32_t length) {
+  const auto end =
+      static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
+  const Range block{start, end};
+  // The first drafted row is the last decided token, at start - 1. A later pass stores its row
+  // again.
+  plan.push_back({{stored, end - 1},
+                  stored,
+                  CacheUse::append,
+                  PassKind::denoise,
+                  block,
+                  {},
+                  1,
+                  block,
+                  true,
+                  true,
+                  1,
+                  false,
+                  start - 1 - stored});
 }
 
 }  // namespace dlm

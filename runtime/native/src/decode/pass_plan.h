@@ -35,6 +35,10 @@
 // rows. If a drafted token is wrong, the next block has one position, because the tokens drafted
 // after it came from wrong rows.
 //
+// If the denoiser has shifted drafts (SDLM), the plan depends on the tokens too. After each pass,
+// plan_prefix plans the next block: one draft pass, whose causal rows store the tokens that the
+// last pass decided.
+//
 // With remask `noise` (DiffusionGemma), the plan is the same as without `noise`. No position of a
 // block is decided before its last pass, so each pass scores all undecided positions of the block.
 //
@@ -93,12 +97,15 @@ struct Stage {
   // The passes use the low-rank updates of the denoiser, because a later pass verifies their
   // tokens.
   bool is_updated = false;
+  int32_t causal_rows = 0;  // how many of the first rows of a draft pass are causal
   // Positions of the next block whose tokens the pass drafts while it verifies this block. The rows
   // that predict them contain random tokens or mask tokens, and are the last rows of the pass.
   Range drafted{};
 
-  // Returns the first position whose row drafts a token for the next block, or the end of the rows.
-  int32_t draft_rows() const { return rows.last - drafted.tokens(); }
+  // Returns the position of the first draft row, or the end of the rows if there is none.
+  int32_t draft_rows() const {
+    return is_draft ? rows.first + causal_rows : rows.last - drafted.tokens();
+  }
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
 
@@ -129,5 +136,11 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
 // that the last pass drafted from `start` on. It is used only if drafts are causal.
 void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoiser& denoiser,
                    int32_t start, int32_t length, int32_t drafts);
+
+// Appends the stage of the next block to the plan of a denoiser with shifted drafts. The cache
+// holds the rows of the first `stored` positions. The block starts at `start`, which is above
+// `stored`.
+void plan_prefix(std::vector<Stage>& plan, const Policy& policy, int32_t stored, int32_t start,
+                 int32_t length);
 
 }  // namespace dlm

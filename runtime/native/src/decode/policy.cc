@@ -43,25 +43,6 @@ void check(const char* name, Number given, Number& value, double lowest, double 
   value = given;
 }
 
-// Checks the fields of a policy that verifies drafts. The result must contain the same tokens as if
-// the denoiser predicted or drew one token at a time. So no other field may change the tokens.
-void check_verify(const Policy& policy) {
-  const auto refuse = [](const char* field, const char* use) {
-    fail(DLM_INVALID_ARGUMENT,
-         "policy: commit = \"verify\" generates tokens from left to right, and cannot be combined "
-         "with %s: use %s",
-         field, use);
-  };
-  if (policy.cache != Cache::block) refuse("this cache", "cache = \"block\"");
-  if (policy.score != Score::confidence) refuse("this score", "score = \"confidence\"");
-  if (policy.remask != Remask::none) refuse("edits", "remask = \"none\"");
-  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
-  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
-  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
-  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
-  if (policy.steps_per_block > 0) refuse("a number of steps", "steps_per_block = 0");
-}
-
 // Checks the fields of a policy whose passes decide positions of several blocks.
 void check_ahead(const Policy& policy, const char* commit) {
   if (policy.commit != Commit::threshold && policy.commit != Commit::entropy_threshold)
@@ -137,6 +118,23 @@ const char* canonical_choice(const dlm_policy_field& field, const std::string& v
   return nullptr;
 }
 
+void check_left_to_right(const Policy& policy) {
+  const auto refuse = [&](const char* field, const char* use) {
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: commit = \"%s\" generates tokens from left to right, and cannot be combined "
+         "with %s: use %s",
+         kCommitNames[static_cast<size_t>(policy.commit)], field, use);
+  };
+  if (policy.cache != Cache::block) refuse("this cache", "cache = \"block\"");
+  if (policy.score != Score::confidence) refuse("this score", "score = \"confidence\"");
+  if (policy.remask != Remask::none) refuse("edits", "remask = \"none\"");
+  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
+  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
+  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
+  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
+  if (policy.steps_per_block > 0) refuse("a number of steps", "steps_per_block = 0");
+}
+
 Policy check_policy(const dlm_policy& given) {
   const dlm_policy policy = take(given, default_policy(), "dlm_policy");
   Policy out{};
@@ -169,7 +167,8 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
-  if (out.commit == Commit::verify) check_verify(out);
+  // No field may change the tokens that the denoiser predicts or draws one at a time.
+  if (out.commit == Commit::verify) check_left_to_right(out);
   if (out.next_block < 1) check_ahead(out, policy.commit);
   const bool is_delayed = out.next_block < 1 && out.cache == Cache::prefix;
   if ((out.cache_delay > 0 || out.refresh_interval > 0) && !is_delayed)

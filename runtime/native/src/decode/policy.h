@@ -136,6 +136,10 @@ void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
+// Checks the fields of a policy that generates tokens from left to right, in blocks that start
+// after the last decided token. Throws an Error with status DLM_INVALID_ARGUMENT.
+void check_left_to_right(const Policy& policy);
+
 // Checks the fields of a caller's policy and the combinations of fields. The caller's struct may
 // have the size of any version that this library knows. Throws an Error with status
 // DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED. The message lists the valid choices.

@@ -74,9 +74,10 @@ void Request::skip_stored(int32_t rows) {
 int32_t Request::exact_after(int32_t exact) const {
   const Stage& now = stage();
   if (denoiser_.visible_block == 0) return keeps_rows(now.use) ? reusable() : exact;
-  // The pass that verifies a draft stores the rows of the draft pass again.
-  if (now.use != CacheUse::append || now.is_draft || now.rows.first > exact) return exact;
-  return std::max(exact, std::min(now.rows.last, now.block.first));
+  // A later pass stores drafted rows again.
+  const int32_t last = now.is_draft ? now.rows.first + now.causal_rows : now.rows.last;
+  if (now.use != CacheUse::append || now.rows.first > exact) return exact;
+  return std::max(exact, std::min(last, now.block.first));
 }
 
 }  // namespace dlm

@@ -69,8 +69,7 @@ void Request::check_limits() const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  if (verifies() && !plan.empty() && plan.back().block.last < length)
-    plan_last(plan, plan.back().block.last);
+  if (!plan.empty() && plan.back().block.last < length) plan_largest(plan, plan.back().block.last);
   if (is_ahead() && has_cache()) {
     // choose_rows() changes the rows of each pass. A pass may start at any block.
     for (const Stage& stage : plan_) {

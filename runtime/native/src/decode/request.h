@@ -216,9 +216,6 @@ class Request {
   void reserve();
   int32_t count_undecided(Range range) const;
   void check_limits() const;
-  // Appends the stages of a whole block that ends with the canvas and starts at `first` or later.
-  // verify() plans the blocks after the first one, and none of their passes costs more than these.
-  void plan_last(std::vector<Stage>& plan, int32_t first) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   // Returns the score of a row in the unit that callers see: a fraction or an entropy.
   double reported(const Proposals& proposals, size_t row) const;
@@ -236,7 +233,12 @@ class Request {
   void draft(const Proposals& proposals);
   void verify(const Predictions& predictions, Proposals& proposals,
               const std::vector<int32_t>& drafted);
+  void cut_at_end(const Proposals& proposals);
   bool verifies() const { return policy_.commit == Commit::verify; }
+  // Returns true if the plan depends on the tokens, so that it contains only the blocks so far.
+  bool plans_late() const { return verifies() || denoiser_.has_shifted_drafts; }
+  // Appends the largest passes of the blocks from `from` on to a plan, if plans_late().
+  void plan_largest(std::vector<Stage>& plan, int32_t from) const;
   bool renoises() const { return policy_.remask == Remask::noise; }
   // Writes random tokens to the undecided positions of `range`, before pass number `step`.
   void write_random(Range range, int32_t step);

@@ -94,9 +94,22 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
   } else {
     choose_commits(proposals);
   }
+  if (policy_.commit == Commit::longest_prefix) cut_at_end(proposals);
   note_guesses(proposals);
   take(predictions, proposals, order_);
   if (denoiser_.resizes()) resize();
+  if (!denoiser_.has_shifted_drafts) return;
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const int32_t next = stage().block.first + committed_;
+  if (next < length) plan_prefix(plan_, policy_, stage().block.first - 1, next, length);
+}
+
+// If the policy stops at end tokens, no position after an end token commits.
+void Request::cut_at_end(const Proposals& proposals) {
+  if (policy_.stop == Stop::none) return;
+  const auto is_end = [&](int32_t row) { return denoiser_.is_end(proposals.tokens[row]); };
+  const auto found = std::find_if(order_.begin(), order_.end(), is_end);
+  if (found != order_.end()) order_.erase(found + 1, order_.end());
 }
 
 // Chooses the rows that commit, and the rows whose decided tokens are replaced (LLaDA2.1).
@@ -208,10 +221,10 @@ void Request::keep_alternatives(const Predictions& predictions, size_t row) {
 }
 
 // Decides the positions that have only one legal token. With remask "noise", a block is decided
-// only as a whole, and write_noise() writes these tokens. With commit "verify", positions are only
-// decided from left to right.
+// only as a whole, and write_noise() writes these tokens. If the plan depends on the tokens,
+// positions are only decided from left to right.
 void Request::scaffold(Range range, const Predictions* predictions) {
-  if (renoises() || verifies()) return;
+  if (renoises() || plans_late()) return;
   certain_.clear();
   proposer_->scaffold(canvas_, undecided_, range, certain_);
   for (const Certain& certain : certain_)

@@ -25,9 +25,8 @@ bool Request::fits(const Request& other) const {
   // would store different rows for the faster request. Then the result of the faster request would
   // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
-  // With the commit rule `verify`, later passes depend on the request's tokens. So a request with
-  // this rule cannot run in lockstep. The same is true for next_block below 1.
-  if (verifies() || other.verifies() || is_ahead() || other.is_ahead()) return false;
+  // If later passes depend on the request's tokens, the request cannot run in lockstep.
+  if (plans_late() || other.plans_late() || is_ahead() || other.is_ahead()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
@@ -79,20 +78,26 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   };
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
-  if (verifies()) {
-    std::vector<Stage> last;
-    plan_last(last, 1);
-    for (const Stage& stage : last) add(stage);
-  }
+  std::vector<Stage> last;
+  if (!done()) plan_largest(last, 1);
+  for (const Stage& stage : last) add(stage);
   return most;
 }
 
-void Request::plan_last(std::vector<Stage>& plan, int32_t first) const {
+// The largest passes are those of a whole block at the end of the canvas, after a pass that drafted
+// or decided a whole block.
+void Request::plan_largest(std::vector<Stage>& plan, int32_t from) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const int64_t block = policy_.block_length, blocks = denoiser_.has_causal_drafts() ? 2 : 1;
-  const auto tokens = static_cast<int32_t>(std::min<int64_t>(blocks * block, length - first));
-  plan_verified(plan, policy_, denoiser_, length - tokens, length,
-                static_cast<int32_t>(std::min<int64_t>(block, tokens)) - 1);
+  const auto tokens = static_cast<int32_t>(std::min<int64_t>(blocks * block, length - from));
+  const int32_t start = length - tokens;
+  if (verifies())
+    plan_verified(plan, policy_, denoiser_, start, length,
+                  static_cast<int32_t>(std::min<int64_t>(block, tokens)) - 1);
+  if (denoiser_.has_shifted_drafts)
+    plan_prefix(plan, policy_,
+                std::max(plan_.front().block.first, start - policy_.block_length) - 1, start,
+                length);
 }
 
 }  // namespace dlm

@@ -106,8 +106,8 @@ class SharedPasses final : public PassMaker {
       member.first_row = buffers.score_rows.size();
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
-        pieces.push_back({&request.canvas(number), stage.rows, stage.is_draft, stage.is_updated,
-                          stage.draft_rows(), &request.conditioning()});
+        pieces.push_back({&request.canvas(number), stage.rows, stage.draft_rows(), stage.is_updated,
+                          &request.conditioning()});
         for (const int32_t position : request.positions())
           buffers.score_rows.push_back(first + request.row_of(position));
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,

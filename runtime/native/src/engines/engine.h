@@ -91,7 +91,7 @@ struct Denoiser {
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. With shift 0, each
   // row of a draft pass sees all rows of the pass. All other passes of such a denoiser are causal.
-  // With shift 1, all passes are causal (see has_causal_drafts).
+  // With shift 1, all passes are causal (see has_causal_drafts), unless has_shifted_drafts.
   int32_t draft_block = 0;
   // True if the denoiser has low-rank updates for draft passes whose tokens are verified.
   bool has_draft_updates = false;
@@ -105,6 +105,10 @@ struct Denoiser {
   // The tokens that change the length of a canvas; -1: the denoiser has no such tokens. A decided
   // expand token becomes two mask tokens, and a decided delete token is removed (DreamOn).
   int32_t expand_token_id = -1, delete_token_id = -1;
+  // True if draft passes decide the text, and shift is 1 (SDLM). The first draft row is the last
+  // decided token, and the others are mask tokens. They see all rows of the pass. The rows before
+  // them are causal, and store decided tokens.
+  bool has_shifted_drafts = false;
 
   bool resizes() const { return expand_token_id >= 0; }
 
@@ -121,7 +125,7 @@ struct Denoiser {
   // pass may end with draft rows, which contain mask tokens, or random tokens if there is no mask
   // token. The low-rank updates apply to these rows. Each row of any pass predicts the next
   // position.
-  bool has_causal_drafts() const { return draft_block > 0 && shift == 1; }
+  bool has_causal_drafts() const { return draft_block > 0 && shift == 1 && !has_shifted_drafts; }
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();

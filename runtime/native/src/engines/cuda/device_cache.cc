@@ -31,7 +31,9 @@ void DeviceCache::begin(const dlm_pass& pass, CacheUse use) {
 
 void DeviceCache::end(const dlm_pass& pass, CacheUse use) {
   if (!keeps_rows(use)) return;
-  const auto first = static_cast<int32_t>(pass.position_ids[0]);
+  // The positions of drafted rows are moved. Only passes that append rows have drafted rows.
+  const auto first =
+      use == CacheUse::append ? pass.cached : static_cast<int32_t>(pass.position_ids[0]);
   batch_ = pass.batch;
   written_ = hole_ = {first, first + pass.tokens};
 }
