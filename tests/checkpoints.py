@@ -443,6 +443,24 @@ def wedlm_config(*, like: str = "Qwen3", **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def sdlm_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny SDLM: the keys of Qwen2.5, and those of the authors' training code."""
+    config = open_dcoder_config(
+        attn_implementation="sdpa",
+        auto_map={
+            "AutoConfig": "configuration_qwen2.Qwen2Config",
+            "AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM",
+        },
+        block_size=4,
+        causal_attn=False,
+        text_mask_token="<text_mask>",
+        text_mask_token_id=150,
+        tie_word_embeddings=False,
+        use_mrope=False,
+    )
+    return config | changes
+
+
 def llada2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA2, with the released keys.
 

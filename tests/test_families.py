@@ -32,6 +32,7 @@ from checkpoints import (
     open_dcoder_config,
     qwen3_moe_config,
     sdar_config,
+    sdlm_config,
     stable_diffcoder_config,
     wedlm_config,
     write_checkpoint,
@@ -329,6 +330,7 @@ PRESETS: dict[str, tuple[dict[str, Any], Overrides]] = {
     "fast-dllm": (a2d_config("Qwen2"), Overrides()),
     "stable-diffcoder": (stable_diffcoder_config(), NAMED),
     "wedlm": (wedlm_config(), Overrides()),
+    "sdlm": (sdlm_config(), Overrides()),
     "rnd1": (qwen3_moe_config("RND1LM"), Overrides()),
     "dream": (coda_config(), Overrides()),
 }
@@ -499,6 +501,16 @@ RELEASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
         8_489_553_920,
         "draft",
         "self-speculation",
+    ),
+    "SDLM 3B": (
+        sdlm_config(
+            **trunk(36, 2048, 11008, 151666, 2, num_attention_heads=16),
+            text_mask_token_id=151665,
+            tie_word_embeddings=True,
+        ),
+        3_085_385_728,
+        "draft",
+        "sdlm",
     ),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ class Scripted(Side):
     vocab_size, mask_token_id, eos_token_ids, max_canvas_length = VOCAB, MASK, (EOS,), 64
     visible_block = None
     draft_block = None
-    has_mask_token, is_verifying, resizes = True, False, False
+    has_mask_token, is_verifying, resizes, has_shifted_drafts = True, False, False, False
 
     def __init__(
         self,

@@ -217,7 +217,7 @@ def make_states(
     trajectories: Trajectories | None = None,
     noise_vocab_size: int | None = None,
     has_drafts: bool = False,
-    has_causal_drafts: bool = False,
+    drafts_whole_blocks: bool = False,
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
@@ -246,12 +246,13 @@ def make_states(
         noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
             then contain random tokens in a random block of the completion. The shares of random
             tokens are ``NOISE_RATIOS``. ``None`` for a denoiser with a mask token.
-        has_drafts: True for a denoiser whose drafts are verified. Masked states then contain mask
-            tokens in one block only (see ``mask_draft_block``), and the shares of mask tokens are
-            ``NOISE_RATIOS``. If the share is 1, the draft pass uses low-rank updates, as in
-            self-speculation. With ``noise_vocab_size``, random tokens replace the mask tokens.
-            ``block_length`` must be at least 2.
-        has_causal_drafts: True if draft passes are causal. The share of mask tokens is then 1.
+        has_drafts: True for a denoiser with draft passes that draft or decide its text. Masked
+            states then contain mask tokens in one block only (see ``mask_draft_block``), and the
+            shares of mask tokens are ``NOISE_RATIOS``. If the share is 1, the draft pass uses
+            low-rank updates, as in self-speculation. With ``noise_vocab_size``, random tokens
+            replace the mask tokens. ``block_length`` must be at least 2.
+        drafts_whole_blocks: True if all tokens of a draft pass but the first are masked. The share
+            of mask tokens is then 1.
 
     Raises:
         CalibrationError: The mix is not valid, a sample contains the mask token, or a sample or a
@@ -324,7 +325,7 @@ def make_states(
                     ratio = float(is_noised[start:].mean())
                     yield State(canvas, "masked", ratio, prompt_length, Draft(start))
                 elif index is None and has_drafts:
-                    share = 1.0 if has_causal_drafts else next(ratios)
+                    share = 1.0 if drafts_whole_blocks else next(ratios)
                     canvas, start = mask_draft_block(
                         whole, share, mask_token_id, block_length, rng, prompt_length
                     )

@@ -32,6 +32,7 @@ from dlm_export.families import (
     rnd1,
     roberta,
     sdar,
+    sdlm,
     stable_diffcoder,
     torch_encoder,
     uno,
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
             rnd1.FAMILY,
             coda.FAMILY,
         ),
+        sdlm.FAMILY,  # before Open-dCoder, which has the same class name and claims every checkpoint
         open_dcoder.FAMILY,
         *(stable_diffcoder.FAMILY, wedlm.FAMILY, nemotron_labs_diffusion.FAMILY),
         *(diffusion_gemma.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),

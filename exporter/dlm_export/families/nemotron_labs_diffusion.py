@@ -43,6 +43,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         qk_norm=False,
         block_length=block_length(checkpoint, "block_size", overrides),
         visibility="draft",
+        has_query_scale=True,
     )
     if overrides.no_adapter:
         return network

@@ -69,11 +69,12 @@ def trunk_network(
     longest: int | None = None,
     mask_text: str | None = None,
     noise: str = "absorbing",
+    has_query_scale: bool = False,
 ) -> NetworkSpec:
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
     The docstring of ``AttentionSpec`` explains ``visibility``. By default, attention is
-    block-causal, or full if ``block_length`` is ``None``. With visibility ``draft``, config.json also
+    block-causal, or full if ``block_length`` is ``None``. With ``has_query_scale``, config.json also
     uses the keys of transformers' Ministral 3. If training used
     shorter canvases than config.json allows, ``longest`` is the length of these canvases.
     The docstring of ``special_tokens`` explains ``mask_text``, and that of ``NetworkSpec`` explains
@@ -82,7 +83,7 @@ def trunk_network(
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
     layer = LayerSpec(
-        _attention(config, qkv_bias, qk_norm, block_length, visibility),
+        _attention(config, qkv_bias, qk_norm, block_length, visibility, has_query_scale),
         MlpSpec(config.integer("intermediate_size")),
         norm_eps,
     )
@@ -197,6 +198,7 @@ def _attention(
     qk_norm: bool,
     block_length: int | None,
     visibility: str | None,
+    has_query_scale: bool,
 ) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
@@ -213,7 +215,7 @@ def _attention(
         )
     heads = read_heads(config, head_size_key="head_dim")
     visibility = visibility or ("full" if block_length is None else "block")
-    rope = read_rope(config, has_query_scale=visibility == "draft")
+    rope = read_rope(config, has_query_scale=has_query_scale)
     return AttentionSpec(
         *heads,
         rope,

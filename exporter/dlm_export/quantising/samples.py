@@ -121,6 +121,8 @@ def threshold_preset(
     # ``presets`` contains "fast-dllm-v2" only if this preset supports the network's block length.
     if name is None and network.has_causal_drafts:
         chosen = "self-speculation"
+    elif name is None and network.has_shifted_drafts:
+        chosen = "sdlm"
     elif name is None and network.draft_block is not None:
         chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
@@ -342,6 +344,6 @@ def _states(
         seed=options.seed,
         trajectories=runs,
         noise_vocab_size=None if c.has_mask_token else c.vocab_size,
-        has_drafts=c.is_verifying,
-        has_causal_drafts=c.has_causal_drafts,
+        has_drafts=c.is_verifying or c.has_shifted_drafts,
+        drafts_whole_blocks=c.has_causal_drafts or c.has_shifted_drafts,
     )

@@ -33,7 +33,8 @@ from dlm_runtime.policy import Policy
 Kind = Literal["masked", "draft", "causal"]
 """What a canvas compares.
 
-- ``masked``: predictions at masked positions, at one of ``MASK_RATIOS``.
+- ``masked``: predictions at masked positions, at one of ``MASK_RATIOS``. For a denoiser with
+  ``has_shifted_drafts``, all positions of a block except the first are masked, as in its loop.
 - ``draft``: the drafts of self-speculation. A draft pass with low-rank updates, if there are any,
   predicts all positions of a block except the first.
 - ``causal``: the predictions of the next token in a causal pass over the whole text. In
@@ -46,7 +47,7 @@ class Masked:
     """The predictions of two denoisers on the same canvases, with one row per position.
 
     For each row, ``sample`` contains the index of the sample, and ``kind`` a ``Kind``. ``ratio``
-    contains the index of the mask ratio, or -1 if the kind is not "masked". ``weight`` contains the
+    contains the index of the mask ratio, or -1 if there is none. ``weight`` contains the
     factor by which a row's loss must be multiplied. For each kind, the sum of the multiplied losses
     is an upper bound of the text's negative log-likelihood, unless all factors are 0.
     """
@@ -143,7 +144,7 @@ def masked_canvases(
     block_length = block_length_of(policy, side.visible_block, side.draft_block)
     if block_length < 1 and not side.has_mask_token:
         raise JudgeError("the preset has no block length: set block_length")
-    if block_length < 2 and side.is_verifying:
+    if block_length < 2 and (side.is_verifying or side.has_shifted_drafts):
         raise JudgeError(
             "the preset decides one token a block, so it makes no draft passes: choose another preset"
         )
@@ -156,7 +157,7 @@ def masked_canvases(
     indices = sorted(
         {(number + i * count // most) % count for i in range(most)} if most else range(count)
     )
-    if side.is_verifying:
+    if side.is_verifying or side.has_shifted_drafts:
         yield from _speculated(sample, number, side, canvas, block_length, rng, start, end, indices)
         return
     for index in indices:
@@ -191,7 +192,9 @@ def _speculated(
     end: int,
     indices: Sequence[int],
 ) -> Iterator[MaskedCanvas]:
-    """Yield the canvases of every ``Kind`` for a denoiser that verifies drafts.
+    """Yield the canvases of every ``Kind`` for a denoiser with draft passes and a mask token.
+
+    If draft passes decide its text, the only kind is "masked".
 
     ``canvas`` contains the padded sample. Positions of ``[start, end)`` are compared. ``indices``
     are the indices of the mask ratios.
@@ -200,7 +203,9 @@ def _speculated(
         *((i, MASK_RATIOS[i]) for i in indices),
         (-1, 1.0),
     ]  # the drafts of self-speculation come last
-    if side.shift == 1:  # the drafts are causal
+    if side.has_shifted_drafts:
+        ratios = [(-1, 1.0)] * len(indices)
+    elif side.shift == 1:  # the drafts are causal
         ratios = ratios[-1:]
     for index, mask_ratio in ratios:
         masked, first = mask_draft_block(
@@ -208,12 +213,14 @@ def _speculated(
         )
         positions = np.flatnonzero(masked[:end] == side.mask_token_id)
         if len(positions):
-            truth, is_speculated = canvas[positions], index < 0
+            truth, is_speculated = canvas[positions], index < 0 and side.is_verifying
             if not side.has_mask_token:
                 masked = fill_masks(masked, side.vocab_size, rng)
             draft = DraftPass(first, is_updated=is_speculated)
             kind: Kind = "draft" if is_speculated else "masked"
             yield MaskedCanvas(number, index, masked, positions, truth, 0.0, draft, kind)
+    if not side.is_verifying:
+        return
     positions = np.arange(start, end)
     text = sample.tokens[:end]
     yield MaskedCanvas(number, -1, text, positions, text[positions], 1.0, kind="causal")

@@ -62,6 +62,7 @@ class Side(ABC):
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self.has_mask_token, self.is_verifying = c.has_mask_token, c.is_verifying
         self.resizes = c.resizes
+        self.has_shifted_drafts = c.has_shifted_drafts
 
     def see(self, views: Sequence[View]) -> None:  # noqa: B027 (a side may need no call)
         """Compute the predictions for all canvases that will be requested later.

@@ -29,7 +29,13 @@ from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import prompt_of, runs_of
 from dlm_export.judging.sides.side import JudgeError, Side
-from dlm_export.judging.tuning.threshold import check_policy, qualities
+from dlm_export.judging.tuning.threshold import (
+    CAREFUL,
+    CAREFUL_PREFIX,
+    careful_changes,
+    check_policy,
+    qualities,
+)
 from dlm_export.network.pass_plan import Looped, shift_of
 from dlm_runtime import Policy
 
@@ -39,12 +45,6 @@ LOSSES = {"medium": 0.02, "low": 0.1}
 """The maximum loss of quality for each level, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
 FEW_STEPS = (1, 2)  # numbers of passes per block; each number gives one variant
-CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""The changes that make a preset commit one token per pass.
-
-If the samples contain no right answers, the texts of all variants are compared with the text of the
-preset after these changes.
-"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Levels:
     @property
     def careful(self) -> LevelPoint:
         """The variant that commits one token per pass."""
-        return next(point for point in self.curve if point.changes == CAREFUL)
+        return next(point for point in self.curve if point.changes in (CAREFUL, CAREFUL_PREFIX))
 
 
 def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
@@ -98,7 +98,9 @@ def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
     own = [{}, saved] if opens else [{}]
     others = [{"threshold": each} | saved for each in THRESHOLDS if each != policy.threshold]
     fewer = [{"commit": "dynamic", "steps_per_block": steps} | saved for steps in FEW_STEPS]
-    return [*own, *fewer, *others, CAREFUL]
+    if policy.commit == "longest_prefix":  # its passes follow no schedule
+        fewer = []
+    return [*own, *fewer, *others, careful_changes(policy)]
 
 
 def level_units(policy: Policy, looped: Looped) -> int:

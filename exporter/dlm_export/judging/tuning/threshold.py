@@ -28,6 +28,10 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99
 # A loss of quality is ignored if it is at most ``MARGIN``, because a few dozen samples cannot show
 # such a small loss.
 MARGIN = 0.05
+CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
+"""The changes that make a policy commit one token per pass."""
+CAREFUL_PREFIX: dict[str, Any] = {"threshold": 1.0}
+"""The same for the commit rule "longest_prefix", because no score reaches the threshold 1."""
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
@@ -91,11 +95,16 @@ def check_policy(policy: Policy) -> None:
             "a preset that verifies drafts has no threshold and no effort levels: its text is always that of greedy decoding. "
             "Change block_length to change its speed; in Nemotron-Labs-Diffusion, the preset nemotron-diffusion has levels"
         )
-    if policy.commit not in ("threshold", "dynamic"):
+    if policy.commit not in ("threshold", "dynamic", "longest_prefix"):
         raise RequestError(
-            f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold' or "
-            "'dynamic', such as the preset fast-dllm"
+            f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold', "
+            "'dynamic' or 'longest_prefix', such as the preset fast-dllm"
         )
+
+
+def careful_changes(policy: Policy) -> dict[str, Any]:
+    """Return the changes that make a policy with a threshold commit one token per pass."""
+    return CAREFUL_PREFIX if policy.commit == "longest_prefix" else CAREFUL
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
@@ -193,7 +202,7 @@ def refit_threshold(
     # A policy that commits one token per pass and uses no cache gives the best text that the
     # reference can generate. Denoisers with draft passes need their cache, which is exact.
     cache = "none" if reference.draft_block is None else policy.cache
-    slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": cache})
+    slowest = policy.with_fields(careful_changes(policy) | {"cache": cache})
     best = [] if is_task else run(reference, slowest)
 
     def trial(side: Side, threshold: float) -> _Trial:
