@@ -128,7 +128,7 @@ def test_logits_of_a_draft_pass_equal_those_of_qwen2(
     network, rows = denoiser.network, 5
     draw = random.Random(causal_rows)
     text = [draw.randrange(150) for _ in range(cached + causal_rows + 1)]
-    span = Span(cached, len(text) + rows - 1, "append", True, causal_rows=causal_rows)
+    span = Span(cached, len(text) + rows - 1, "append", True, draft_rows=cached + causal_rows)
     ids = torch.tensor([*text, *[MASK] * (rows - 1)])[None]
     with torch.no_grad():
         past = None
