@@ -13,24 +13,34 @@ constexpr int64_t kRanks = 4 * kLanes;
 inline void project_row(const float* x, const float* a, int64_t inputs, int64_t rank, int64_t first,
                         int64_t count, float* product) {
   const int64_t vectors = (count + kLanes - 1) / kLanes;
-  F sums[kRanks / kLanes];
-  for (F& sum : sums) sum = simd::zero();
+  float totals[kRanks];
+  int64_t k = 0;
   // A vector may reach into the next row of `a`. The last rows are added one number at a time.
   const int64_t reach = first + vectors * kLanes;
   const int64_t whole = inputs * rank < reach ? 0 : (inputs * rank - reach) / rank + 1;
   const int64_t most_whole = least(whole, inputs);
   with_constant<kRanks / kLanes>(vectors, [&](auto many) __attribute__((always_inline)) {
-    for (int64_t k = 0; k < most_whole; ++k) {
-      const F by = simd::set(x[k]);
-      const float* const row = a + k * rank + first;
-      unroll<many>([&](auto j) __attribute__((always_inline)) {
-        sums[j] = simd::fma(by, simd::load(row + j * kLanes), sums[j]);
+    // A sum waits for its last addition, so a few vectors need several sums each.
+    constexpr int64_t kSums = many > 2 ? 1 : 4;
+    F sums[kSums][many];
+    for (auto& of_row : sums)
+      for (F& sum : of_row) sum = simd::zero();
+    for (; k + kSums <= most_whole; k += kSums) {
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        const F by = simd::set(x[k + i]);
+        const float* const row = a + (k + i) * rank + first;
+        unroll<many>([&](auto j) __attribute__((always_inline)) {
+          sums[i][j] = simd::fma(by, simd::load(row + j * kLanes), sums[i][j]);
+        });
       });
     }
+    for (int64_t j = 0; j < many; ++j) {
+      F sum = sums[0][j];
+      for (int64_t i = 1; i < kSums; ++i) sum = sum + sums[i][j];
+      simd::store(totals + j * kLanes, sum);
+    }
   });
-  float totals[kRanks];
-  for (int64_t j = 0; j < vectors; ++j) simd::store(totals + j * kLanes, sums[j]);
-  for (int64_t k = most_whole; k < inputs; ++k)
+  for (; k < inputs; ++k)
     for (int64_t j = 0; j < count; ++j) totals[j] += x[k] * a[k * rank + first + j];
   for (int64_t j = 0; j < count; ++j) product[j] = totals[j];
 }
@@ -53,24 +63,23 @@ inline void expand_row(const float* product, const dlm::LowRankMatrix& m, int64_
   }
 }
 
-inline void update_row(const dlm::LowRankUpdates& u, int64_t row) {
-  const auto bytes = [](int64_t numbers) { return static_cast<size_t>(numbers) * sizeof(float); };
-  for (size_t i = 0; i < u.count; ++i) {
-    const dlm::LowRankMatrix& m = u.matrices[i];
-    const float* const y = m.y + row * m.columns;
-    float* const out = m.out + row * m.columns;
-    if (u.is_updated[row] == 0) {
-      __builtin_memcpy(out, y, bytes(m.columns));
-      continue;
-    }
-    float product[kRanks];
-    for (int64_t first = 0; first < m.rank; first += kRanks) {
-      const int64_t count = least(kRanks, m.rank - first);
-      project_row(u.x + row * u.inputs, m.a, u.inputs, m.rank, first, count, product);
-      expand_row(product, m, first, count, first == 0 ? y : out, out);
-    }
+inline void update_row(const dlm::LowRankUpdates& u, const dlm::LowRankMatrix& m, int64_t row) {
+  const float* const y = m.y + row * m.columns;
+  float* const out = m.out + row * m.columns;
+  if (u.is_updated[row] == 0) {
+    __builtin_memcpy(out, y, static_cast<size_t>(m.columns) * sizeof(float));
+    return;
   }
-  if (u.gated == nullptr) return;
+  float product[kRanks];
+  for (int64_t first = 0; first < m.rank; first += kRanks) {
+    const int64_t count = least(kRanks, m.rank - first);
+    project_row(u.x + row * u.inputs, m.a, u.inputs, m.rank, first, count, product);
+    expand_row(product, m, first, count, first == 0 ? y : out, out);
+  }
+}
+
+// Computes silu(gate) * up from the outputs of the two matrices.
+inline void gate_row(const dlm::LowRankUpdates& u, int64_t row) {
   const int64_t columns = u.matrices[0].columns, start = row * columns;
   const float *const gate = u.matrices[0].out + start, *const up = u.matrices[1].out + start;
   float* const gated = u.gated + start;
@@ -86,12 +95,21 @@ inline void update_row(const dlm::LowRankUpdates& u, int64_t row) {
 
 inline void low_rank_updates(const dlm::LowRankUpdates& u, dlm::Parallel& parallel) {
   if (u.rows == 0) return;
-  // One thread processes a few rows. Draft passes have few rows, and only these are updated.
   constexpr int64_t kTogether = 16;
-  parallel.each((u.rows + kTogether - 1) / kTogether, [&](int64_t task) {
-    const int64_t first = task * kTogether;
-    for (int64_t row = first; row < least(first + kTogether, u.rows); ++row) update_row(u, row);
+  const int64_t parts = (u.rows + kTogether - 1) / kTogether;
+  const auto each_row = [&](int64_t part, auto body) {
+    const int64_t first = part * kTogether;
+    for (int64_t row = first; row < least(first + kTogether, u.rows); ++row) body(row);
+  };
+  // A pass has few updated rows, so reading a matrix takes the most time. Each is read by one
+  // thread.
+  const auto count = static_cast<int64_t>(u.count);
+  parallel.each(parts * count, [&](int64_t task) {
+    each_row(task / count, [&](int64_t row) { update_row(u, u.matrices[task % count], row); });
   });
+  if (u.gated == nullptr) return;
+  parallel.each(parts,
+                [&](int64_t part) { each_row(part, [&](int64_t row) { gate_row(u, row); }); });
 }
 
 }  // namespace
