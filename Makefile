@@ -51,7 +51,7 @@ build/smollm2-checkpoint/config.json: $(STAMP) $(wildcard examples/smollm2/*.py 
 	$(BIN)/python examples/smollm2/checkpoint.py build/smollm2-checkpoint
 
 build/smollm2/manifest.json: build/smollm2-checkpoint/config.json $(PACKAGES)
-	$(BIN)/dlm-export build build/smollm2-checkpoint --target cpu --precision int8 --judge none -o $(@D) --force
+	$(BIN)/dlm-export build build/smollm2-checkpoint --target cpu --precision int8 --attention-block 3 --judge none -o $(@D) --force
 
 demos: $(STAMP) build/demo/manifest.json build/several/manifest.json build/sudoku/manifest.json
 

@@ -529,11 +529,11 @@ def test_metrics_count_requests_tokens_and_passes(served: Served) -> None:
         {"verbosity": "low", "store": True, "service_tier": "flex", "modalities": ["text"]},
         {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b"},
         {"audio": None, "functions": None, "web_search_options": None},
+        {"dlm": None, "n": None, "stream_options": None, "tools": None, "response_format": None},
+        {"dlm": {"policy": None, "steps": None, "prefix": None}, "metadata": None},
     ],
 )
-def test_fields_that_openais_clients_send_are_accepted(
-    served: Served, fields: dict[str, Any]
-) -> None:
+def test_fields_that_clients_send_are_accepted(served: Served, fields: dict[str, Any]) -> None:
     assert chat(served, **fields).status_code == 200
     answer = chat(served, **fields).json()["choices"][0]["message"]
     # A client may send an answer back with all fields of the client's type.
@@ -541,6 +541,23 @@ def test_fields_that_openais_clients_send_are_accepted(
     body = {"model": served.model, "messages": [*history, *MESSAGES]}
     response = served.client.post("/v1/chat/completions", json=body)
     assert "annotations" not in response.text
+
+
+def test_hints_about_caching_are_accepted(served: Served) -> None:
+    """The parts, messages and tools of a request may have them. The prompt does not change."""
+    hint = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "play jazz", **hint}]
+    tool = {"type": "function", "function": {"name": "stop"}, **hint}
+    made = [
+        chat(served, messages=[{"role": "user", "content": content, **more}], tools=[with_hint])
+        for content, more, with_hint in (
+            ("play jazz", {}, {name: tool[name] for name in ("type", "function")}),
+            (parts, hint, tool),
+        )
+    ]
+    assert [each.status_code for each in made] == [200, 200]
+    assert made[0].json()["choices"] == made[1].json()["choices"]
+    assert made[0].json()["usage"] == made[1].json()["usage"]
 
 
 @pytest.mark.parametrize(

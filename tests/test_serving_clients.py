@@ -153,6 +153,30 @@ def test_messages_have_the_form_of_chat_templates() -> None:
     assert message(Message(role="developer", content="x"), "")["role"] == "system"
 
 
+def test_an_answer_can_be_sent_back_as_a_client_dumps_it() -> None:
+    """The message of OpenAI's client, after ``parse`` has added its own fields."""
+    chat = pytest.importorskip("openai.types.chat")
+    from dlm_serve.field_arguments import message
+    from dlm_serve.fields import ChatBody
+
+    function = {"name": "f", "arguments": '{"x": 1}', "parsed_arguments": {"x": 1}}
+    answer = chat.ParsedChatCompletionMessage[dict[str, Any]](
+        role="assistant",
+        content='{"on": true}',
+        parsed={"on": True},
+        annotations=[],
+        tool_calls=[{"id": "1", "type": "function", "function": function}],
+    )
+    body = ChatBody(model="m", messages=[*MESSAGES, answer.model_dump()])
+    assert message(body.messages[1], "") == {
+        "role": "assistant",
+        "content": '{"on": true}',
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        ],
+    }
+
+
 def test_models_are_listed(client: Any, served: Served) -> None:
     assert [model.id for model in client.models.list().data] == [served.model]
 

@@ -278,7 +278,8 @@ def _called(call: Call) -> dict[str, Any]:
 
 def functions(tools: list[Tool]) -> list[dict[str, Any]]:
     """Convert tools for the runtime and for chat templates."""
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    left_out = {"cache_control": True, "function": {"strict"}}
+    return [tool.model_dump(exclude_none=True, exclude=left_out) for tool in tools]
 
 
 def _tools(body: ChatBody, model: Model) -> Tools | None:

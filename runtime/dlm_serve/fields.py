@@ -50,20 +50,20 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Body(BaseModel):
-    """A body of a request, or a part of it. Unknown fields are rejected, unless they are null.
+    """A body of a request, or a part of it. Unknown fields are rejected.
 
-    Clients send null for fields that they do not set, such as ``audio`` of an earlier answer.
+    A field that is null counts as absent, whether it is known or not. Clients send null for fields
+    that they do not set, such as ``audio`` of an earlier answer.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        known = cls.model_fields
-        return {name: each for name, each in given.items() if each is not None or name in known}
+        return {name: each for name, each in given.items() if each is not None}
 
 
 class Own(Body):
@@ -101,7 +101,11 @@ class StreamOptions(Body):
         return "each" if self.continuous_usage_stats else "last"
 
 
-class Part(Body):
+class Cached(Body):
+    cache_control: dict[str, Any] | None = None  # a hint for other servers' caches of prompts
+
+
+class Part(Cached):
     type: str
     text: str | None = None
 
@@ -109,6 +113,7 @@ class Part(Body):
 class CalledFunction(Body):
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None  # OpenAI's Python client adds it to ``arguments``
 
 
 class Call(Body):
@@ -118,13 +123,16 @@ class Call(Body):
     index: int | None = None
 
 
-class Message(Body):
+class Message(Cached):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
     name: str | None = None
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    # OpenAI's clients send these fields back with an earlier answer. They have no effect.
+    parsed: Any = None
+    annotations: Items[dict[str, Any]] | None = None
 
 
 class JsonSchema(Body):
@@ -146,7 +154,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Cached):
     type: Literal["function"]
     function: Function
 
