@@ -112,6 +112,51 @@ def test_a_template_is_rendered_as_transformers_renders_it(theirs: Any, name: st
     assert count >= 9, "the template rejects most conversations"
 
 
+SWITCHED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ style }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ 'off' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "style": {"a": [1]}},
+        {"style": "x" * 50},
+    ],
+)
+def test_options_reach_the_template(theirs: Any, options: dict[str, Any]) -> None:
+    theirs.chat_template = SWITCHED
+    wanted = theirs.apply_chat_template([USER], tokenize=False, **options)
+    with contextlib.closing(Tokenizer(EMPTY, SWITCHED, SPECIAL)) as ours:
+        assert ours.render([USER], None, options) == wanted
+
+
+def test_options_cannot_replace_messages_or_write_special_tokens() -> None:
+    template = "{{ messages[0].content }}{{ style }}{{ '<|mask|>' }}"
+    file = json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": 2, "content": "<|mask|>", "special": True}
+                | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            ],
+            "model": {
+                "type": "WordLevel",
+                "vocab": {"a": 0, "?": 1, "<|mask|>": 2},
+                "unk_token": "?",
+            },
+        }
+    )
+    with contextlib.closing(Tokenizer(file.encode(), template, {})) as ours:
+        chat = [{"role": "user", "content": "a"}]
+        assert ours.encode_chat(chat, options={"messages": [], "tools": 3})[-1:] == [2]
+        made = ours.encode_chat(chat, options={"style": "<|mask|>"})
+        assert made.count(2) == 1  # the template's own
+
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{{ '<|im_start|>assistant\n' }}"

@@ -526,6 +526,7 @@ def test_metrics_count_requests_tokens_and_passes(served: Served) -> None:
     [
         {"reasoning_effort": "none"},
         {"reasoning_effort": "minimal"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
         {"verbosity": "low", "store": True, "service_tier": "flex", "modalities": ["text"]},
         {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b"},
         {"audio": None, "functions": None, "web_search_options": None},

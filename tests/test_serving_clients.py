@@ -153,6 +153,27 @@ def test_messages_have_the_form_of_chat_templates() -> None:
     assert message(Message(role="developer", content="x"), "")["role"] == "system"
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"style": "x"}}, {"style": "x"}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"enable_thinking": True},
+        ),
+    ],
+)
+def test_template_options_come_from_two_fields(
+    fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    from dlm_serve.field_arguments import template_options
+    from dlm_serve.fields import ChatBody
+
+    assert template_options(ChatBody(model="m", messages=MESSAGES, **fields)) == options
+
+
 def test_an_answer_can_be_sent_back_as_a_client_dumps_it() -> None:
     """The message of OpenAI's client, after ``parse`` has added its own fields."""
     chat = pytest.importorskip("openai.types.chat")

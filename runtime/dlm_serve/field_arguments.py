@@ -125,7 +125,7 @@ def chat(body: ChatBody, model: Model) -> Ask:
         wanted, field = {"tools": tools} if tools.is_forced else {}, "tools"
     if own and wanted:
         raise unsupported(field, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
-    tokens = chat_tokens(messages, model, body.dlm.special_tokens, tools)
+    tokens = chat_tokens(messages, model, body.dlm.special_tokens, tools, template_options(body))
     constraint = own or (Wanted(wanted, field) if wanted else None)
     return Ask([tokens], options, body.n or 1, constraint, tools)
 
@@ -221,16 +221,29 @@ def prompt_tokens(prompt: str | list[int], model: Model, special_tokens: bool) -
 
 
 def chat_tokens(
-    messages: list[dict[str, Any]], model: Model, special_tokens: bool, tools: Tools | None = None
+    messages: list[dict[str, Any]],
+    model: Model,
+    special_tokens: bool,
+    tools: Tools | None = None,
+    options: dict[str, Any] | None = None,
 ) -> list[int]:
     """Return the token IDs of a chat. Raises ApiError."""
     if not model.has_chat:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
     told = None if tools is None else tools.told
     try:
-        return tokenizer_of(model).encode_chat(messages, told, special_tokens)
+        return tokenizer_of(model).encode_chat(messages, told, special_tokens, options)
     except RequestError as err:
         raise of_runtime(err, "messages") from err
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """Return more variables of the chat template.
+
+    If the client asks for no reasoning, templates with this switch leave out the thinking.
+    """
+    options = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return options | (body.chat_template_kwargs or {})
 
 
 # ---- Messages ----
@@ -278,7 +291,7 @@ def _called(call: Call) -> dict[str, Any]:
 
 def functions(tools: list[Tool]) -> list[dict[str, Any]]:
     """Convert tools for the runtime and for chat templates."""
-    left_out = {"cache_control": True, "function": {"strict"}}
+    left_out: dict[str, Any] = {"cache_control": True, "function": {"strict"}}
     return [tool.model_dump(exclude_none=True, exclude=left_out) for tool in tools]
 
 

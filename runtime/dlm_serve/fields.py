@@ -243,6 +243,7 @@ class ChatBody(ChatSampling):
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Items[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # a field of vLLM's API
     # The following hints have no effect. This server generates no reasoning text.
     verbosity: Verbosity | None = None
     reasoning_summary: bool | None = None

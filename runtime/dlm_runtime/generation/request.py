@@ -90,6 +90,8 @@ class Options:
             the format that the denoiser was trained on is used. If this format is unknown, the
             format that the chat template shows is used. If the chat template shows no format, each
             call is a JSON object on a separate line.
+        template_options: More variables of the chat template, such as ``{"enable_thinking": False}``.
+            The template decides which variables have an effect.
         policy: A dict of the fields of ``Policy`` to change. These fields are changed after
             ``preset`` and ``effort`` were applied.
 
@@ -130,6 +132,7 @@ class Options:
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
     call_format: str | CallFormat | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     policy: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,6 +141,10 @@ class Options:
         count_of("top_log_probs", self.top_log_probs, MOST_TOP_LOG_PROBS)
         for name in ("json_object", "special_tokens"):
             flag_of(name, getattr(self, name))
+        if not isinstance(self.template_options, Mapping):
+            raise RequestError(
+                f"template_options = {shown(self.template_options)}: give a dict of the template's variables"
+            )
         if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
             raise RequestError(
                 f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None"
@@ -338,6 +345,8 @@ class Request:
             raise RequestError(
                 "stop_strings need a tokenizer, and this bundle has none: leave them out"
             )
+        if options.template_options and (tokens is not None or prompt is not None):
+            raise RequestError("template_options are for the chat template: give chat")
         if tokens is not None:
             self.given = token_ids(tokens)
         elif tokenizer is None:
@@ -348,7 +357,10 @@ class Request:
             self.given = tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
             self.given = tokenizer.encode_chat(
-                chat, None if tools is None else tools.told, options.special_tokens
+                chat,
+                None if tools is None else tools.told,
+                options.special_tokens,
+                options.template_options,
             )
         before = len(self.given)
         if options.prefix:

@@ -150,8 +150,9 @@ class Text:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         special_tokens: bool,
+        options: dict[str, Any],
     ) -> list[int]:
-        text = self.render(messages, tools)
+        text = self.render(messages, tools, options)
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
@@ -159,11 +160,15 @@ class Text:
         return (
             self.encode(text, False, True)
             if special_tokens
-            else self._encode_rendered(text, messages, tools)
+            else self._encode_rendered(text, messages, tools, options)
         )
 
     def _encode_rendered(
-        self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+        self,
+        text: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
     ) -> list[int]:
         """Encode a chat that the template has rendered.
 
@@ -171,12 +176,14 @@ class Text:
         special token, this text is ordinary text.
 
         To distinguish special tokens of the template from texts in messages, the first letter of
-        each special token in a message or tool is replaced by a private-use character, and the chat
+        each special token in a message, tool or option is replaced by a private-use character, and the chat
         is rendered again. All special tokens that remain were written by the template. These
         special tokens split the chat into pieces. A piece that contains a private-use character is
         encoded separately, as plain text with the letters restored.
         """
-        marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
+        marks = Marks(
+            self.source + text + json.dumps([messages, tools, options], ensure_ascii=False)
+        )
 
         def mark(text: str) -> str:
             while places := [
@@ -192,10 +199,10 @@ class Text:
             }
             for message in messages
         ]
-        marked_tools = mapped(tools, mark)
+        marked_tools, marked_options = mapped(tools, mark), mapped(options, mark)
         if not marks.letters:
             return self.encode(text, False, True)
-        marked = self.render(marked_messages, marked_tools)
+        marked = self.render(marked_messages, marked_tools, marked_options)
         if marks.removed(marked) != text:
             raise ValueError("it changes the text of a special token in a message")
         made = self.tokenizer.encode(marked, add_special_tokens=False)
@@ -256,20 +263,22 @@ class Text:
                 ids.append(token)
         yield ids, done, length
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        given = {"messages": [_message(each) for each in messages], "tools": tools}
-        return str(
-            self.template.render(
-                self.special_tokens | given | {"documents": None, "add_generation_prompt": True}
-            )
-        )
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+    ) -> str:
+        given: dict[str, Any] = {"messages": [_message(each) for each in messages], "tools": tools}
+        given |= {"documents": None, "add_generation_prompt": True}
+        return str(self.template.render(options | self.special_tokens | given))
 
     def render_each(self, chats: list[list[dict[str, Any]]]) -> list[str | None]:
         return [self._rendered(messages) for messages in chats]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
         try:
-            return self.render(messages, None)
+            return self.render(messages, None, {})
         except MemoryError:
             raise
         except Exception:  # any error of a template or its expressions

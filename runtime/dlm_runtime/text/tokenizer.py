@@ -161,6 +161,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         special_tokens: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Encode a conversation, up to the start of the assistant's next reply.
 
@@ -168,8 +169,9 @@ class Tokenizer:
 
         Messages and ``tools`` have the form that transformers uses. A message that makes calls may
         contain ``tool_calls`` instead of ``content``. Special tokens that the template writes are
-        recognised. In messages and tools, the text of a special token is ordinary text unless
-        ``special_tokens`` is True.
+        recognised. In messages, tools and options, the text of a special token is ordinary text
+        unless ``special_tokens`` is True. ``options`` are more variables of the template, such as
+        ``enable_thinking``. They cannot replace the variables that every template has.
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
@@ -196,7 +198,7 @@ class Tokenizer:
             ):
                 raise RequestError(f"chat: the content of {reprlib.repr(message)} is not a text")
         try:
-            written = json.dumps([list(messages), tools], ensure_ascii=False, default=str)
+            written = json.dumps([list(messages), tools, options], ensure_ascii=False, default=str)
             written.encode()
         except UnicodeEncodeError as err:
             raise RequestError(
@@ -210,20 +212,29 @@ class Tokenizer:
             "chat: the bundle's template rejects these messages",
         )
         found: list[int] = self._ask(
-            "encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens
+            "encode_chat",
+            what,
+            messages=chat,
+            tools=tools,
+            special_tokens=special_tokens,
+            options=dict(options or {}),
         )
         return found
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation as text, up to the start of the assistant's next reply.
 
-        Raises RequestError with the reason of the template.
+        Raises RequestError with the reason of the template. ``encode_chat`` explains ``options``.
         """
         chat = [dict(message) for message in messages]
         what = "the bundle's chat template rejects these messages"
-        return str(self._ask("render", what, messages=chat, tools=tools))
+        given = {"messages": chat, "tools": tools, "options": dict(options or {})}
+        return str(self._ask("render", what, **given))
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
         """Render several conversations like ``render``.
