@@ -39,6 +39,7 @@ from dlm_calibration.states import (
 from dlm_export import build as building
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.frontier import meet, predict_commitment
 from dlm_export.judging.accuracy.masked import MaskedCanvas, masked_canvases
@@ -387,15 +388,20 @@ def test_effort_levels_are_fitted_and_self_speculation_stays_the_default(
     bundle = tmp_path / "bundle"
     built("int4").output.rename(bundle)
     try:
-        refused = invoke("effort", bundle, "--preset", "self-speculation")
-        assert refused.exit_code == 2
-        assert "its text is always that of greedy decoding" in refused.stderr
+        timed = invoke("effort", bundle, "--preset", "self-speculation", "--samples", 1, "--json")
+        assert json.loads(timed.stdout)["preset"] == "self-speculation"
+        chosen = read_manifest(bundle)["default_loop"]["changes"]
         done = invoke("effort", bundle, "--samples", 2)
         assert done.exit_code == 0, done.output
         told = invoke("inspect", bundle).stdout
-        assert "no effort levels for self-speculation, autoregressive: the text is always" in told
+        assert "no effort levels for self-speculation, autoregressive" in told
         assert "Effort, loops of nemotron-diffusion" in told
-        assert "default preset: self-speculation: the loop published for this family; it" in told
+        # Fitting levels does not change the block length that was fitted before.
+        assert read_manifest(bundle)["default_loop"]["changes"] == chosen
+        name = (
+            "fitted (self-speculation with block_length" if chosen else "self-speculation: the loop"
+        )
+        assert f"default preset: {name}" in told
         with dlm_runtime.open(bundle, threads=1) as opened:
             for level in ("instant", "high"):
                 policy = opened.policy(effort=level)

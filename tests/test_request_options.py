@@ -155,6 +155,8 @@ WRONG: dict[str, list[Any]] = {
     "any_order": [1, "yes", []],
     "more_properties": [1, "yes", []],
     "call_format": [5, "odd", [], {}, object()],
+    # A text of the prompt is not a chat, so the template's variables are refused.
+    "template_options": [5, "x", None, [("a", 1)], {"enable_thinking": False}],
     "seed": [-1, HUGE, 1.5, "x", None, object()],
     "threshold": ["x", None, HUGE, [], object()],
     "temperature": ["x", None, HUGE, [], np.zeros(3), -1.0],

@@ -72,7 +72,7 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     f"{family}: attn_gate": (family, {"attn_gate": 1}) for family in CONFIGS
 } | {
     "sdar-moe: use_regular_causal": ("sdar-moe", {"use_regular_causal": True}),
-    "dream: expand_token_id": ("dream", {"expand_token_id": 5}),
+    "dream: expand_token_id": ("dream", {"expand_token_id": 1 << 20}),
     "dream: attn_logit_softcapping": ("dream", {"attn_logit_softcapping": 50.0}),
     "dream: residual_multiplier": ("dream", {"residual_multiplier": 0.2}),
     "dream: auto_map": ("dream", {"auto_map": {"AutoModel": "modeling_other.OtherModel"}}),

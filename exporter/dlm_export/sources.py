@@ -34,7 +34,6 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import Policy
-from dlm_runtime.presets import presets_for
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
 from dlm_runtime.tools import FORMATS
 
@@ -96,7 +95,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         network,
         weights,
         text,
-        _presets(network),
+        network.presets(),
         family.preset_for(network),
         _stored_precision(checkpoint),
         tuple(checkpoint.notes),
@@ -197,21 +196,6 @@ def _check_config(
             f"{bundle}: built from another checkpoint than {path}: {found}. Its config.json has SHA-256 {theirs}, that of "
             f"{path} has {ours}."
         )
-
-
-def _presets(network: NetworkSpec) -> dict[str, Policy]:
-    """Return the presets for a network. If it cannot use a cache, no preset uses one."""
-    presets = presets_for(
-        network.visible_block,
-        network.shift,
-        network.draft_block,
-        network.noise,
-        resizes=network.resizes,
-        has_shifted_drafts=network.has_shifted_drafts,
-    )
-    if not network.needs_whole_canvas:
-        return presets
-    return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}
 
 
 def _stored_precision(checkpoint: Checkpoint) -> str:

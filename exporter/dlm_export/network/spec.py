@@ -41,7 +41,9 @@ from dlm_export.network.layer_spec import (
     rotary_table,
 )
 from dlm_export.network.rope_scaling import RotaryTable
+from dlm_runtime.policy import Policy
 from dlm_runtime.precision import LayerFormat
+from dlm_runtime.presets import presets_for
 
 __all__ = [
     "ACTIVATIONS",
@@ -663,6 +665,20 @@ class NetworkSpec:
         arXiv:2509.24007).
         """
         return self.draft_block is not None and self.shift == 1 and not self.has_causal_drafts
+
+    def presets(self) -> dict[str, Policy]:
+        """Return the presets for this network. If it cannot use a cache, no preset uses one."""
+        found = presets_for(
+            self.visible_block,
+            self.shift,
+            self.draft_block,
+            self.noise,
+            resizes=self.resizes,
+            has_shifted_drafts=self.has_shifted_drafts,
+        )
+        if not self.needs_whole_canvas:
+            return found
+        return {name: policy.with_fields({"cache": "none"}) for name, policy in found.items()}
 
     @property
     def has_masks_last(self) -> bool:

@@ -23,7 +23,6 @@ from dlm_export.network.spec import (
 )
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
-from dlm_runtime.presets import presets_for
 
 # LLaDA-8B (arXiv:2502.09992) has 32 layers, 32 heads of 128 features, hidden size 4096, an MLP of
 # 12288 features, a vocabulary of 126464 tokens, and an untied head.
@@ -148,17 +147,7 @@ def scaled_shape(size: str) -> Shape:
 
 
 def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
-    return {
-        name: policy.as_dict()
-        for name, policy in presets_for(
-            network.visible_block,
-            network.shift,
-            network.draft_block,
-            network.noise,
-            resizes=network.resizes,
-            has_shifted_drafts=network.has_shifted_drafts,
-        ).items()
-    }
+    return {name: policy.as_dict() for name, policy in network.presets().items()}
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:

@@ -264,6 +264,7 @@ class RequestOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
     call_format: str | CallFormat | None
+    template_options: Mapping[str, Any]
 
     select: str
     score: str

@@ -69,12 +69,15 @@ def _with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
     """Return a copy of the manifest whose default loop is the result of ``fastest``.
 
     If ``fastest`` returns ``None``, the default loop is the published loop. A published loop that
-    verifies drafts also stays the default loop, because its text does not depend on a threshold.
+    verifies drafts also stays the default loop, with the block length that was fitted to it, because
+    its text does not depend on a threshold.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)
     if Policy(**presets[name]).commit == "verify":
-        record = published(name, f"{PUBLISHED}; {VERIFIED}")
+        record = manifest.get("default_loop") or {}
+        if not record.get("changes"):
+            record = published(name, f"{PUBLISHED}; {VERIFIED}")
     elif point is None:
         record = published(name, f"{PUBLISHED}; {_why_not(levels)}")
     else:
