@@ -171,10 +171,14 @@ def test_nothing_that_ends_a_prompt_stands_in_front_of_a_hole_and_nothing_twice(
     assert len(tokens) == len(before) + 3
 
 
-def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [(4, "block-causal, in blocks of 4"), (1, "causal: a hole does not see the text after it.")],
+)
+def test_a_denoiser_that_does_not_look_ahead_infills_nothing(block: int, says: str) -> None:
     with (
-        lettered(counted, visible_block=4) as bundle,
-        pytest.raises(RequestError, match="block-causal, in blocks of 4"),
+        lettered(counted, visible_block=block) as bundle,
+        pytest.raises(RequestError, match=says),
     ):
         bundle.infill("a<mask>b")
 

@@ -206,9 +206,11 @@ def parts_of(
             "this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0"
         )
     if bundle.visible_block is not None:
+        block = bundle.visible_block
+        rule = f"block-causal, in blocks of {block}" if block > 1 else "causal"
         raise RequestError(
-            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see the "
-            "text after its block. Infill with a denoiser of full attention."
+            f"this denoiser's attention is {rule}: a hole does not see the text after {'its block' if block > 1 else 'it'}. "
+            "Infill with a denoiser of full attention."
         )
     tokenizer = bundle.tokenizer
     first, *others = (tokenizer.encode_plain(part, special_tokens) for part in between)
