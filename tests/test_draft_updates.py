@@ -436,8 +436,8 @@ def test_sizes_include_the_adapter(folders: tuple[Path, Path]) -> None:
     assert told[1]["memory"]["fp16"]["weights_bytes"] == sizes[1]
     (note,) = told[1]["notes"]
     assert note == (
-        "the adapter linear_spec_lora (rank 4, trained for nvidia/Nemotron-Labs-Diffusion-3B) is used only in the draft "
-        "passes of self-speculation"
+        "the adapter linear_spec_lora (rank 4, trained for nvidia/Nemotron-Labs-Diffusion-3B) is used only for the "
+        "drafts of self-speculation"
     )
 
 

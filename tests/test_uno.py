@@ -234,6 +234,9 @@ def test_effort_stores_the_fastest_block_length(tmp_path: Path) -> None:
         chosen = opened.policy().block_length
         with pytest.raises(RequestError, match="no levels, because its text does not depend"):
             opened.policy(effort="low")
+    refused = CliRunner().invoke(main, ["effort", str(bundle), "--preset", "autoregressive"])
+    assert refused.exit_code == 2
+    assert "decides one token per pass: fit a preset that drafts" in refused.stderr
     assert times[chosen]["ms"] == min(each["ms"] for each in told["times"]) or chosen == 4
 
 

@@ -343,10 +343,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
         if level in model.efforts:
             found["effort"] = level
         elif body.reasoning_effort not in ("none", "minimal"):
-            raise unsupported(
-                "reasoning_effort",
-                "this model has no effort levels: run `dlm-export effort` on its bundle",
-            )
+            raise unsupported("reasoning_effort", f"this model has no effort levels{model.advice}")
     if body.temperature is not None:
         found["temperature"] = body.temperature
     if body.top_p is not None:

@@ -42,6 +42,13 @@ class Model:
         """The names of the bundle's effort levels."""
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
 
+    @property
+    def advice(self) -> str:
+        """Says how to get effort levels, or why there are none. The end of an error message."""
+        if self.bundle.policy().commit == "verify":
+            return ", because its text does not depend on its passes"
+        return ": run `dlm-export effort` on its bundle"
+
     def acquire(self) -> None:
         self._users += 1
 

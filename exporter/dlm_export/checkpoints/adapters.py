@@ -90,7 +90,7 @@ class Adapter:
         base = "" if self.base is None else f", trained for {self.base}"
         unread = f"; unknown settings: {', '.join(self.unread)}" if self.unread else ""
         return (
-            f"the adapter {self.name} (rank {self.rank}{base}) is used only in the draft passes of "
+            f"the adapter {self.name} (rank {self.rank}{base}) is used only for the drafts of "
             f"self-speculation{unread}"
         )
 

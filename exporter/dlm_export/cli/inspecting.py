@@ -344,7 +344,7 @@ def _verified_words(manifest: Mapping[str, Any]) -> list[str]:
     if not named:
         return []
     return [
-        f"no effort levels for {', '.join(named)}: the text is always that of greedy decoding; `effort` fits their block length"
+        f"no effort levels for {', '.join(named)}: the text does not depend on the passes; `effort` fits their block length"
     ]
 
 

@@ -19,7 +19,7 @@ from dlm_export.bundle.default_loop import PUBLISHED, published, published_of
 from dlm_export.judging.sides.prompts import asked_of
 from dlm_export.judging.sides.side import JudgeError
 from dlm_export.judging.tuning.default_loop import with_record
-from dlm_runtime import Policy
+from dlm_runtime import Policy, RequestError
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 SAMPLES, ROUNDS = 8, 3
@@ -45,7 +45,7 @@ class BlockTimes:
     """The times of all block lengths of a preset, measured on ``samples`` texts.
 
     - ``own``: the block length of the preset.
-    - ``threads``: the number of threads that computed the passes.
+    - ``threads``: the number of threads that computed the passes. 0 means one for each core.
     """
 
     preset: str
@@ -60,6 +60,11 @@ class BlockTimes:
         fastest = min(self.times, key=lambda time: time.ms)
         own = next(time for time in self.times if time.block_length == self.own)
         return fastest if fastest.ms <= (1 - LEAST_SAVING) * own.ms else own
+
+
+def threads_words(threads: int) -> str:
+    """Describe a number of threads, where 0 means one for each core."""
+    return f"with {threads} threads" if threads else "with a thread for each core"
 
 
 def lengths_of(policy: Policy) -> list[int]:
@@ -82,11 +87,15 @@ def time_blocks(
     """Measure all block lengths in turn on the first ``SAMPLES`` samples.
 
     ``max_new_tokens`` is the number of tokens after each prompt. Generation stops at end tokens.
-    Raises JudgeError if there are no samples.
+    Raises JudgeError if there are no samples, and RequestError if the preset does not draft.
     """
     if not samples:
         raise JudgeError("no samples to measure block lengths on: give data")
     policy = bundle.policy(preset)
+    if policy.block_length == 1:
+        raise RequestError(
+            f"the preset {preset} decides one token per pass: fit a preset that drafts, such as self-speculation"
+        )
     lengths, chosen = lengths_of(policy), samples[:SAMPLES]
     seconds: dict[tuple[int, int], list[float]] = {}
     made = dict.fromkeys(lengths, (0, 0))
@@ -117,7 +126,7 @@ def with_block_length(manifest: Mapping[str, Any], found: BlockTimes) -> dict[st
     chosen, name = found.chosen, published_of(manifest)
     one = next(time for time in found.times if time.block_length == 1)
     why = (
-        f"on {found.samples} samples with {found.threads} threads, a token takes {chosen.ms:.2f} ms with blocks of "
+        f"on {found.samples} samples {threads_words(found.threads)}, a token takes {chosen.ms:.2f} ms with blocks of "
         f"{chosen.block_length}, and {one.ms:.2f} ms with one token a pass"
     )
     record = published(name, f"{PUBLISHED}; {why}")

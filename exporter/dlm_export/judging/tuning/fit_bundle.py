@@ -63,7 +63,7 @@ def fit_bundle(
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}
         preset, policy = threshold_preset(network, presets, options.data.preset)
         data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
-        for doubt in data.doubts(option="--data"):
+        for doubt in data.doubts(option="--data") if policy.commit != "verify" else ():
             warn(doubt)
         samples = data.judging[: options.samples]
         side = BundlePredictor(bundle, folder.name)
