@@ -44,7 +44,7 @@ class Model:
 
     @property
     def advice(self) -> str:
-        """Says how to get effort levels, or why there are none. The end of an error message."""
+        """The end of an error message: how to get effort levels, or why the bundle cannot have any."""
         if self.bundle.policy().commit == "verify":
             return ", because its text does not depend on its passes"
         return ": run `dlm-export effort` on its bundle"

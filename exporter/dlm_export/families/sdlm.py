@@ -25,7 +25,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config = checkpoint.config
     config.require("causal_attn", False)
     for key in ("text_mask_token", "max_window_layers", "attn_implementation"):
-        config.get(key)  # has no effect on what the network computes
+        config.get(key)  # does not change the network's results
     mask = config.get(MASK)
     if mask is not None and overrides.mask_token_id is None:
         overrides = replace(overrides, mask_token_id=mask)

@@ -19,8 +19,8 @@ from dlm_export.network.pass_plan import (
     Span,
     Stage,
     block_length_of,
+    even_count,
     plan,
-    transfer_counts,
 )
 from dlm_runtime.policy import Policy
 
@@ -194,7 +194,7 @@ def _planned(policy: Policy, stage: Stage, step: int, masked: int, left: int) ->
     if policy.schedule == "floor":
         return floor_count(masked, left, stage.steps)
     shared = stage.last - stage.first if policy.schedule == "block" else masked
-    return transfer_counts(shared, stage.steps)[step] if step < stage.steps else 1
+    return even_count(shared, step, stage.steps) if step < stage.steps else 1
 
 
 def _resized_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> Iterator[Turn]:

@@ -64,7 +64,7 @@ class Span:
     network's low-rank updates for draft passes, if there are any.
 
     With causal drafts, ``is_draft`` is false, and the rows from the position ``draft_rows`` on are
-    draft rows, which use the low-rank updates. If ``draft_rows`` is ``None``, there are none.
+    draft rows, which use the low-rank updates. If ``draft_rows`` is ``None``, all rows are ordinary.
     """
 
     first: int
@@ -281,4 +281,9 @@ def transfer_counts(masked: int, steps: int) -> list[int]:
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
-    return [masked // steps + (k < masked % steps) for k in range(steps)]
+    return [even_count(masked, k, steps) for k in range(steps)]
+
+
+def even_count(masked: int, step: int, steps: int) -> int:
+    """Return the count of one step in ``transfer_counts``. Steps are counted from 0."""
+    return masked // steps + (step < masked % steps)

@@ -102,7 +102,7 @@ struct Stage {
   // that predict them contain random tokens or mask tokens, and are the last rows of the pass.
   Range drafted{};
 
-  // Returns the position of the first draft row, or the end of the rows if there is none.
+  // Returns the position of the first draft row, or the end of the rows if all are ordinary.
   int32_t draft_rows() const {
     return is_draft ? rows.first + causal_rows : rows.last - drafted.tokens();
   }
