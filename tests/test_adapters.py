@@ -123,6 +123,32 @@ def test_a_bundle_remembers_its_adapter(tmp_path: Path) -> None:
     assert open_source_of(tmp_path / "bundle", manifest, path).network.adapter == "style"
 
 
+@torch.no_grad()
+def test_an_adapter_may_be_outside_the_checkpoint(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "source", dream_config())
+    add_adapter(path, {Q: 4}, "style")
+
+    def logits(adapter: str) -> torch.Tensor:
+        source = open_source(path, Overrides(adapter=adapter))
+        assert source.network.adapter == "style"
+        return families.load(source.parameters, source.network)(torch.arange(3, 30)[None])
+
+    inside, elsewhere = logits("style"), str(tmp_path / "style")
+    assert torch.equal(logits(str(path / "style")), inside)
+    (path / "style").rename(elsewhere)
+    assert torch.equal(logits(elsewhere), inside)
+    build(path, tmp_path / "bundle", BuildOptions(), overrides=Overrides(adapter=elsewhere))
+    arguments = ["verify", str(tmp_path / "bundle"), "--checkpoint", str(path), "--count", "1"]
+    found = CliRunner().invoke(main, arguments)
+    assert found.exit_code == 2
+    assert "'style': there is no such adapter" in found.output
+    found = CliRunner().invoke(main, [*arguments, "--adapter", elsewhere])
+    assert found.exit_code == 0, found.output
+    add_adapter(path, {Q: 4}, "style")
+    with pytest.raises(CheckpointError, match="already has an adapter style"):
+        open_source(path, Overrides(adapter=elsewhere))
+
+
 def tensors_with(name: str) -> Any:
     """Return a change that adds a tensor to the adapter."""
 

@@ -218,6 +218,15 @@ def test_the_adapter_for_drafts_cannot_be_merged(tmp_path: Path) -> None:
         open_source(folder, Overrides(adapter="adapter"))
 
 
+def test_the_adapter_for_drafts_may_be_outside_the_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint_of(tmp_path / "base", "LlamaForCausalLM")
+    network = open_source(folder).network
+    (folder / "adapter").rename(tmp_path / "trained")
+    with pytest.raises(CheckpointError, match="Pass --adapter FOLDER, or put"):
+        open_source(folder)
+    assert open_source(folder, Overrides(adapter=str(tmp_path / "trained"))).network == network
+
+
 def test_effort_stores_the_fastest_block_length(tmp_path: Path) -> None:
     """The block length becomes the default. Levels are refused, because there are none."""
     folder, bundle = checkpoint_of(tmp_path / "checkpoint", "LlamaForCausalLM"), tmp_path / "bundle"

@@ -71,6 +71,8 @@ class Source:
     """
     hub: Hub | None = None
     """The place from which the checkpoint was downloaded, or ``None`` if it was not downloaded."""
+    adapters: tuple[Path, ...] = ()
+    """The folders of adapters outside the checkpoint."""
     has_effort: bool = False
     """True if the source is a bundle with effort levels. The new bundle does not get these levels.
     """
@@ -103,6 +105,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         overrides.max_new_tokens or new_tokens(checkpoint, network.max_canvas_length),
         overrides.json_layout or text_option(checkpoint, "json_layout", LAYOUTS),
         overrides.call_format or text_option(checkpoint, "call_format", FORMATS),
+        adapters=tuple(checkpoint.adapters.values()),
     )
 
 
@@ -140,8 +143,12 @@ def _with_values(config: Config, keys: Collection[str]) -> str:
     return ", ".join(told) + (f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else "")
 
 
-def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
+def open_source_of(
+    bundle: Path, manifest: Mapping[str, Any], path: Path, adapter: str | None = None
+) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
+
+    ``adapter`` is the path of the adapter's folder, if it is outside the checkpoint.
 
     The bundle's ``manifest`` determines the mask token, the canvas length, the block length, the
     family if its architecture is ambiguous, and whether the source's adapter is left out.
@@ -156,7 +163,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
             built.max_canvas_length,
             built.layers[0].attention.block_length,
             no_adapter=not built.has_draft_updates,
-            adapter=built.adapter,
+            adapter=adapter or built.adapter,
             accept_unknown=None,
             family=built.family if family is not None and family.is_ambiguous else None,
         )

@@ -26,6 +26,7 @@ from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE
 from dlm_export.quantising.solved import Solved
+from dlm_export.sources import Source
 from dlm_export.workplace import Workplace, threads_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
@@ -123,18 +124,24 @@ def _key(job: Job) -> dict[str, Any]:
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
+    patterns = ("*.json", "*.safetensors", "*.onnx", "*.data", "*/adapter_*")
     files = sorted(
         file
-        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data", "*/adapter_*")
-        for file in source.path.glob(pattern)
+        for folder in (source.path, *source.adapters)
+        for pattern in patterns
+        for file in folder.glob(pattern)
     )
     return {
         "producer": metadata.version("dlm-export"),
-        "checkpoint": {file.relative_to(source.path).as_posix(): sha256(file) for file in files},
+        "checkpoint": {_name(file, source): sha256(file) for file in files},
         "data": sha256(data) if data.is_file() else None,
         "calibration": calibration | {"preset": job.preset},
         "network": _digest(source.network.as_dict()),
     }
+
+
+def _name(file: Path, source: Source) -> str:
+    return (file.relative_to(source.path) if file.is_relative_to(source.path) else file).as_posix()
 
 
 def _solving(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""Reads the LoRA adapters beside a checkpoint's weights, in the layout of the library PEFT.
+"""Reads the LoRA adapters of a checkpoint, in the layout of the library PEFT.
 
 An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. For each
 adapted matrix, the second file contains two tensors: ``lora_A`` ``[rank, inputs]`` and ``lora_B``
@@ -96,16 +96,35 @@ class Adapter:
 
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of all adapters beside the checkpoint's weights."""
+    """Return the names of all adapters: those beside the checkpoint's weights, and those attached."""
     files = [*checkpoint.path.glob("adapter_*"), *checkpoint.path.glob("*/adapter_*")]
     folders = {file.parent for file in files if file.name in (CONFIG_FILE, WEIGHTS_FILE)}
-    return sorted(folder.relative_to(checkpoint.path).as_posix() for folder in folders)
+    names = {folder.relative_to(checkpoint.path).as_posix() for folder in folders}
+    return sorted(names | checkpoint.adapters.keys())
+
+
+def attach(checkpoint: Checkpoint, folder: Path, name: str) -> None:
+    """Give the adapter in ``folder``, which is outside the checkpoint, a name in the checkpoint.
+
+    Raises CheckpointError if another adapter has this name.
+    """
+    if checkpoint.adapters.get(name) != folder and name in names_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path}: --adapter {folder}: the checkpoint already has an adapter {name}. Rename the folder, or move "
+            "the other adapter away."
+        )
+    checkpoint.adapters[name] = folder
+
+
+def config_file(checkpoint: Checkpoint, name: str) -> Path:
+    """Return the path of an adapter's adapter_config.json."""
+    return checkpoint.adapters.get(name, checkpoint.path / name) / CONFIG_FILE
 
 
 def read_adapter(checkpoint: Checkpoint, name: str) -> Adapter | None:
-    """Read the adapter for draft passes in the folder ``name`` of a checkpoint.
+    """Read the adapter ``name`` of a checkpoint, which is for draft passes.
 
-    Returns ``None`` if the folder does not contain an adapter. Raises CheckpointError.
+    Returns ``None`` if there is no such adapter. Raises CheckpointError.
     """
     if name not in names_of(checkpoint):
         return None
@@ -204,8 +223,8 @@ def _open(checkpoint: Checkpoint, name: str, supported: dict[str, tuple[object, 
 
     Raises CheckpointError.
     """
-    folder = checkpoint.path / name
-    path, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    path = config_file(checkpoint, name)
+    weights = path.with_name(WEIGHTS_FILE)
     for file in (path, weights):
         if not file.is_file():
             raise CheckpointError(

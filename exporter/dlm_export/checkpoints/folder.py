@@ -434,7 +434,8 @@ class Checkpoint:
 
     ``tensors`` maps the name of each tensor in the files to a description of the tensor.
     ``quantisation`` is ``None`` if the checkpoint is not quantised. ``notes`` contains messages for
-    the user about settings and tensors that are ignored or unexpected.
+    the user about settings and tensors that are ignored or unexpected. ``adapters`` maps names to the
+    folders of LoRA adapters that are outside the checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -454,6 +455,7 @@ class Checkpoint:
         )
         self.tensors: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
+        self.adapters: dict[str, Path] = {}
         self._included: set[Path] = set()  # the files of ``include``
         index = self._index()
         for file in self._files(index):

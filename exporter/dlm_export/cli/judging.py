@@ -13,6 +13,7 @@ import click
 from dlm_export.cli.options import (
     BUDGETS,
     CHECKPOINT,
+    adapter_option,
     budget_group,
     candidate_set_option,
     command,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
             "Checkpoint or full-precision bundle that BUNDLE was built from.",
             CHECKPOINT,
         ),
+        adapter_option,
         file("--golden", "Golden file to compare with instead (see `dlm-export capture`)."),
         folder("--report", "Write accuracy.json and report.html here, if quantised."),
         flag("--force", default=None, help="Replace the report if it already exists."),
@@ -92,7 +94,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         raise click.UsageError("give one of --checkpoint and --golden")
     if checkpoint is None:
         assert golden is not None
-        without_effect = ("prompts", "data", "calib_preset", "report", "force", *BUDGETS)
+        without_effect = ("adapter", "prompts", "data", "calib_preset", "report", "force", *BUDGETS)
         refuse(values, without_effect, "has no effect with --golden")
         _verify_golden(bundle, golden, values)
         return
@@ -109,7 +111,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
     with dlm_runtime.open(bundle, engine="none") as opened:
         manifest = opened.manifest
         check_manifest(manifest, bundle)
-        source = open_source_of(bundle, manifest, checkpoint)
+        source = open_source_of(bundle, manifest, checkpoint, values["adapter"])
         if manifest["precision"]["name"] not in graph.PRECISIONS:
             why = "is for bundles in fp32 or fp16; samples to judge by go into --data"
             refuse(values, ("prompts",), why)

@@ -163,6 +163,11 @@ prompts_option = file("--prompts", "Text file with a prompt per line, instead of
 
 # ---- Checkpoints ----
 
+adapter_option = option(
+    "--adapter",
+    metavar="FOLDER",
+    help="LoRA adapter: a folder in CHECKPOINT or elsewhere, or `.` for CHECKPOINT itself.",
+)
 SOURCE_OPTIONS = (
     number("--mask-token-id", "ID of the mask token, if the checkpoint does not define it.", 0),
     number(
@@ -175,9 +180,7 @@ SOURCE_OPTIONS = (
         "Tokens per attention block, if the checkpoint has none.",
         most=1 << 20,
     ),
-    option(
-        "--adapter", metavar="NAME", help="LoRA adapter to merge: a folder of CHECKPOINT, or `.`."
-    ),
+    adapter_option,
     flag("--no-adapter", help="Leave out the adapters beside the weights.", default=None),
     option(
         "--accept-unknown",

@@ -12,9 +12,10 @@ from __future__ import annotations
 import importlib
 import reprlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_export.checkpoints.adapters import BESIDE, names_of
+from dlm_export.checkpoints.adapters import BESIDE, CONFIG_FILE, WEIGHTS_FILE, attach, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families import (
     a2d,
@@ -109,6 +110,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             f"{checkpoint.path}: --attention-block is {block}; blocks have at least one token"
         )
     family = find(checkpoint, overrides)
+    overrides = _with_adapter(checkpoint, overrides, family)
     network = _with_head(checkpoint, family, family.read(checkpoint, overrides))
     if block is not None and any(layer.attention.block_length != block for layer in network.layers):
         raise CheckpointError(
@@ -129,6 +131,24 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             )
         _check_length(checkpoint, network, table)
     return network
+
+
+def _with_adapter(checkpoint: Checkpoint, overrides: Overrides, family: Family) -> Overrides:
+    """Attach the user's adapter to the checkpoint if ``overrides`` contains the path of its folder.
+
+    In the result, ``adapter`` is the name of the adapter to merge. If the family's draft passes use
+    an adapter, the folder contains this adapter, and nothing is merged.
+    """
+    if overrides.adapter is None or overrides.adapter in names_of(checkpoint):
+        return overrides
+    folder = Path(overrides.adapter)
+    if not any((folder / file).is_file() for file in (CONFIG_FILE, WEIGHTS_FILE)):
+        return overrides
+    if folder.resolve().parent == checkpoint.path.resolve():
+        return replace(overrides, adapter=folder.resolve().name)
+    name = family.draft_adapter or folder.resolve().name
+    attach(checkpoint, folder, name)
+    return replace(overrides, adapter=None if name == family.draft_adapter else name)
 
 
 def _check_adapters(

@@ -127,7 +127,11 @@ class Overrides:
     no_adapter: bool | None = None
     """True to leave out all adapters beside the checkpoint's weights."""
     adapter: str | None = None
-    """The name of an adapter to merge into the weights: a folder, or "." for files beside them."""
+    """An adapter to merge into the weights: the name of a folder in the checkpoint, "." for files
+    beside the weights, or the path of another folder.
+
+    If the family's draft passes use an adapter, the other folder contains this adapter.
+    """
     accept_unknown: tuple[str, ...] | None = ()
     """Keys of config.json that dlm-export does not know, and that the user accepts.
 

@@ -7,7 +7,7 @@ import reprlib
 from dataclasses import replace
 from pathlib import Path
 
-from dlm_export.checkpoints.adapters import CONFIG_FILE, PREFIX, Adapter, read_adapter
+from dlm_export.checkpoints.adapters import PREFIX, Adapter, config_file, read_adapter
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Layout, Origin
 from dlm_export.network.spec import LowRankSpec, MlpSpec, NetworkSpec
@@ -19,7 +19,7 @@ _SUFFIX = re.compile(r"(?:^|[./])(layers\.\d+\.\w+\.\w+\.lora_[AB]\.weight)$")
 def with_updates(
     network: NetworkSpec, layout: Layout, checkpoint: Checkpoint, folder: str
 ) -> NetworkSpec:
-    """Add the updates of the adapter in ``folder``. All layers get the same updates.
+    """Add the updates of the adapter ``folder``. All layers get the same updates.
 
     Without such an adapter, the function returns the network as it is. ``layout`` contains the
     names of the network's tensors. Raises CheckpointError.
@@ -27,7 +27,7 @@ def with_updates(
     adapter = read_adapter(checkpoint, folder)
     if adapter is None:
         return network
-    updates = _updates(network, layout, adapter, checkpoint.path / folder / CONFIG_FILE)
+    updates = _updates(network, layout, adapter, config_file(checkpoint, folder))
     layers = tuple(replace(layer, draft_updates=updates) for layer in network.layers)
     return replace(network, layers=layers)
 
@@ -93,7 +93,7 @@ def origins_with_updates(
             shape = checkpoint.tensors[tensor].shape if tensor in checkpoint.tensors else ()
             if kind == "A" and shape and shape[0] != adapter.rank:
                 raise CheckpointError(
-                    f"{checkpoint.path / folder / CONFIG_FILE}: r is {adapter.rank}, but the rank of {tensor} is {shape[0]}"
+                    f"{config_file(checkpoint, folder)}: r is {adapter.rank}, but the rank of {tensor} is {shape[0]}"
                 )
             origins[f"{path}.{parameter}"] = Origin.of(tensor, transpose=True, scale=scale)
     return origins

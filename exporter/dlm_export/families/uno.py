@@ -78,8 +78,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     if overrides.no_adapter or ADAPTER not in names_of(checkpoint):
         cause = " (use_regular_causal)" if name in SDAR else ""
         raise CheckpointError(
-            f"{checkpoint.path}: this {name} is autoregressive{cause}. It needs a LoRA adapter for draft passes (Uno). Copy "
-            f"the adapter into the folder {ADAPTER} beside the weights, and do not pass --no-adapter."
+            f"{checkpoint.path}: this {name} is autoregressive{cause}. It needs a LoRA adapter for draft passes (Uno). Pass "
+            f"--adapter FOLDER, or put the adapter into the folder {ADAPTER} beside the weights. Do not pass --no-adapter."
         )
     config.require("attention_bias", False)
     config.get("pretraining_tp")  # splits products without changing them
