@@ -157,10 +157,12 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
 
     Returns the levels in the form that the manifest's member ``loop`` stores.
     """
-    point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
+    point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5, "ms": 7.5}
+    held = {"samples": 2, "quality": 0.5, "interval": [0.1, 0.9], "nfe": 3.5, "careful": 1.0}
     fitted = {
         "quality": "task",
         "samples": 3,
+        "held_out": held,
         "curve": [point],
         "levels": dict.fromkeys(LEVELS, point),
     }
@@ -341,7 +343,7 @@ def policies(draw: st.DrawFn) -> Policy:
         fields |= {name: properties[name]["default"] for name in needed} | {"cache": "block"}
     if fields["remask"] == "noise":
         needed = ("cache", "store", "reserve", "cfg_scale", "sub_block_length", "refresh")
-        needed += ("reuse_prompt", "next_block")
+        needed += ("reuse_prompt", "next_block", "finish_threshold")
         fields |= {name: properties[name]["default"] for name in needed}
         fields |= {"commit": "entropy_bound", "score": "entropy"}
         fields["temperature_drop"] = min(fields["temperature_drop"], fields["temperature"])
@@ -351,6 +353,7 @@ def policies(draw: st.DrawFn) -> Policy:
         fields["next_block"] = 1
     if fields["next_block"] < 1:
         fields |= {"remask": "none", "store": "pass", "refresh": 0, "reuse_prompt": 0}
+        fields["finish_threshold"] = 1
         fields["cache"] = "none" if fields["cache"] == "none" else "prefix"
     if fields["next_block"] == 1 or fields["cache"] == "none":
         fields |= {"cache_delay": 0, "refresh_interval": 0}

@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -21,7 +23,7 @@ from dlm_export.bundle.default_loop import FITTED, NOT_FITTED
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_export.judging.sides.side import JudgeError
-from dlm_export.judging.tuning.default_loop import fastest, with_levels
+from dlm_export.judging.tuning.default_loop import with_levels
 from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,
@@ -29,6 +31,7 @@ from dlm_export.judging.tuning.effort_levels import (
     LevelPoint,
     Levels,
     choose_levels,
+    fastest,
     fit_levels,
     level_units,
     variants,
@@ -118,13 +121,14 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
         preset="p",
         on_done=lambda: told.append(None),
     )
-    assert len(told) == level_units(POLICY, Scripted())
+    assert len(told) == level_units(POLICY, Scripted(), 2)
     assert len(found.curve) == len(variants(POLICY, Scripted()))
     assert (found.quality, found.samples) == ("task", 2)
     assert [point.nfe for point in found.curve] == sorted(point.nfe for point in found.curve)
     assert found.levels["high"].changes == {}, "of equals the preset's own, for it is no quicker"
     assert found.levels["medium"].changes == {"threshold": 0.7}
     assert (found.levels["medium"].quality, found.levels["medium"].nfe) == (1.0, 4.0)
+    assert found.held_out is None, "two samples are too few"
     sample = text_sample(8)
     agreed = fit_levels(Rushed(0.65), [sample], POLICY, 8, no_text, preset="p")
     assert agreed.quality == "agreement"
@@ -161,14 +165,65 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
         preset="p",
         on_done=lambda: told.append(None),
     )
-    assert len(told) == level_units(BLOCKWISE, Scripted())
+    assert len(told) == level_units(BLOCKWISE, Scripted(), 2)
     assert len(found.curve) == len(variants(BLOCKWISE, Scripted())) + 1, (
         "and the best of them as the preset stores"
     )
-    assert found.levels["high"] == LevelPoint({"threshold": 0.7}, 1.0, 7.0), (
+    high, medium = found.levels["high"], found.levels["medium"]
+    assert (high.changes, high.quality, high.nfe) == ({"threshold": 0.7}, 1.0, 7.0), (
         "no quicker than the preset, and no more careful"
     )
-    assert found.levels["medium"] == LevelPoint({"threshold": 0.7, "store": "open"}, 1.0, 4.0)
+    assert medium.changes == {"threshold": 0.7, "store": "open"}
+    assert (medium.quality, medium.nfe) == (1.0, 4.0)
+
+
+class Varied(Scripted):
+    """A fake denoiser that is right on four of five samples with a threshold of at least 0.9.
+
+    It is right on all samples with one token per pass, and with a threshold of 0.99 that finishes
+    blocks early. Then a text takes three passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write=self._write)
+        self.texts_made = 0
+
+    def _write(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        self.texts_made += 1
+        is_best = (policy.threshold, policy.finish_threshold) == (0.99, 0.9)
+        is_careful = policy.commit == "static"
+        is_easy = policy.threshold >= 0.9 and tokens[0] % 5 > 0
+        right = is_best or is_careful or is_easy
+        nfe = count if is_careful else 3 if is_best else 1 + round(4 * policy.threshold)
+        return [7, 8, 9 if right else 6, *[EOS] * (count - 3)], nfe
+
+
+def test_the_search_drops_variants_and_measures_its_choice_on_held_out_samples() -> None:
+    told: list[None] = []
+    side, count = Varied(), 200
+    samples = [
+        replace(answered(), tokens=np.array([i, *answered().tokens[1:]])) for i in range(count)
+    ]
+    found = fit_levels(
+        side, samples, POLICY, 8, decode, preset="p", on_done=lambda: told.append(None)
+    )
+    assert len(told) == level_units(POLICY, side, count) > side.texts_made
+    kept = [point.changes for point in found.curve]
+    added = ("finish_threshold", "factor", "entropy_bound")
+    is_added = {str(each): any(name in each for name in added) for each in variants(POLICY, side)}
+    assert [each for each in kept if is_added[str(each)]] == [
+        {"threshold": 0.99, "finish_threshold": 0.9}
+    ]
+    assert len(kept) == 1 + sum(not each for each in is_added.values())
+    assert found.samples == 160
+    best = fastest(found)
+    assert best is not None
+    assert best.changes == {"threshold": 0.99, "finish_threshold": 0.9}
+    assert found.held_out is not None
+    assert (found.held_out.samples, found.held_out.quality, found.held_out.nfe) == (40, 1.0, 3.0)
+    assert found.held_out.careful == 1.0
+    low, high = found.held_out.interval
+    assert 0.9 < low < high == 1.0
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ policies = st.builds(
     entropy_bound=st.floats(0, 4),
     seed=st.integers(0, 2**64 - 1),
     schedule=st.sampled_from(("masked", "block", "floor")),
+    finish_threshold=st.sampled_from((1.0, 0.5, 0.1)),
 ).map(lambda policy: replace(policy, refresh=0) if policy.cache == "none" else policy)
 
 
@@ -105,7 +106,13 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
     assert before == denoiser.bundle.generate(**request, **policy.as_dict()).tokens
 
 
-AHEAD = {"commit": "entropy_threshold", "score": "entropy", "next_block": 0.5, "cache": "prefix"}
+AHEAD = {
+    "commit": "entropy_threshold",
+    "score": "entropy",
+    "next_block": 0.5,
+    "cache": "prefix",
+    "finish_threshold": 1.0,
+}
 
 
 @settings(max_examples=100)
@@ -186,6 +193,7 @@ scores = st.lists(
     threshold=st.sampled_from([0.25, 0.5, 0.9, 1.0]),
     factor=st.floats(0, 4),
     bound=st.floats(0, 4),
+    finish=st.sampled_from([0.0, 0.25, 0.75, 1.0, 1.0]),
     steps=st.integers(1, 30),
 )
 def test_native_commit_rules_choose_what_the_reference_chooses(
@@ -195,6 +203,7 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
     threshold: float,
     factor: float,
     bound: float,
+    finish: float,
     steps: int,
 ) -> None:
     policy = Policy(
@@ -203,6 +212,7 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
         threshold=threshold,
         factor=factor,
         entropy_bound=bound,
+        finish_threshold=finish,
         block_length=0,
     )
     values = np.array(scores, np.float32)
@@ -448,6 +458,10 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
         (
             {"next_block": 0.5, "commit": "threshold", "remask": "edit"},
             "cannot be combined with edits",
+        ),
+        (
+            {"next_block": 0.5, "commit": "threshold", "finish_threshold": 0.5},
+            "cannot be combined with finish_threshold",
         ),
         ({"next_block": 1.5}, "next_block = 1.5 is outside 0..1"),
         ({"steps": 1}, "fewer than the 2 blocks"),

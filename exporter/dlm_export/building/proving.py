@@ -215,7 +215,9 @@ def _judge(
                 threshold = fit_threshold(
                     source, bundle, fitting, job.preset, seed, advance, workplace
                 )
-            with stages.stage("fit effort", level_units(policy, source.network)) as advance:
+            with stages.stage(
+                "fit effort", level_units(policy, source.network, len(fitting))
+            ) as advance:
                 levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dlm_export.network.loop_turns import Turn
 
 
+FRACTION_RULES = ("threshold", "dynamic", "factor", "longest_prefix")
+"""The rules that compare scores with fractions."""
+
+
 def scored_by(policy: Policy) -> str:
     """Return the kind of score that a policy's rule compares.
 
@@ -113,6 +117,8 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
             taken, before = taken + 1, before - ranked[taken]
     else:
         raise ValueError(f"unknown commit rule {policy.commit!r}")
+    if policy.commit in FRACTION_RULES and score.min() >= score_of(policy.finish_threshold):
+        taken = len(score)
     chosen = np.zeros(len(score), bool)
     chosen[order[:taken]] = True
     return chosen

@@ -299,6 +299,7 @@ class RequestOptions(TypedDict, total=False):
     stable_passes: int
     cache_delay: int
     refresh_interval: int
+    finish_threshold: float
 
 
 class InfillOptions(RequestOptions, total=False):

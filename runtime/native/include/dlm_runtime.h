@@ -339,6 +339,11 @@ typedef struct dlm_policy {
   int32_t refresh_interval; /* for next_block below 1 and cache "prefix", 0..16777216. Pass number
                                n, counted from 1, computes all stored keys and values again if n is
                                a multiple of this number. 0 (default): no pass does this */
+  double finish_threshold;  /* for commit "threshold", "dynamic", "factor" and "longest_prefix",
+                               0..1: if the scores of all undecided positions of the block are at
+                               least this number, the pass commits all of them. 1 (default): no
+                               pass does this. A lower number cannot be combined with next_block
+                               below 1 or remask "noise" */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

@@ -207,7 +207,7 @@ auto any_of(std::mt19937& random, const std::vector<Of>& values) {
 // Sets the fields of a policy that starts blocks from random tokens.
 void choose_noise(std::mt19937& random, dlm_policy& policy) {
   policy.remask = "noise", policy.reserve = "none", policy.store = "pass";
-  policy.sub_block_length = 0;
+  policy.sub_block_length = 0, policy.finish_threshold = 1;
   policy.commit = any_of<const char*>(random, {"entropy_bound", "threshold", "factor"});
   policy.entropy_bound = any_of<double>(random, {0, 0.5, 4});
   policy.steps_per_block = any_of<int32_t>(random, {0, 1, 6});
@@ -229,6 +229,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   policy.threshold = any_of<double>(random, {0.3, 0.6, 0.9});
   policy.schedule = any_of<const char*>(random, {"masked", "block", "floor"});
   policy.reserve = any_of<const char*>(random, {"none", "end"});
+  policy.finish_threshold = any_of<double>(random, {1, 1, 0.2});
   policy.seed = random();
   bool is_verified = false;
   if (visible_block == 1) {  // the denoiser has draft passes
@@ -249,7 +250,8 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
     const bool is_prefix = std::string(policy.cache) == "prefix";
     if (is_prefix && shift == 0 && random() % 2 == 0) {
-      policy.commit = "threshold", policy.next_block = any_of<double>(random, {0, 0.3, 0.8});
+      policy.commit = "threshold", policy.finish_threshold = 1;
+      policy.next_block = any_of<double>(random, {0, 0.3, 0.8});
       policy.cache_delay = any_of<int32_t>(random, {0, 1, 3});
       policy.refresh_interval = any_of<int32_t>(random, {0, 0, 2});
     } else if (std::string(policy.cache) != "none") {

@@ -19,37 +19,10 @@ from dlm_export.bundle.default_loop import (
     published_of,
     published_presets,
 )
-from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
+from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels, fastest
 from dlm_runtime import Policy
 
 VERIFIED = "it generates the text of greedy decoding, which no effort level changes"
-LEAST_SAVING = 0.1
-"""A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
-
-A few dozen samples cannot show a small loss of quality, and a smaller saving might not be worth
-such a loss.
-"""
-
-
-def fastest(levels: Levels) -> LevelPoint | None:
-    """Choose the fastest loop whose quality is at least the quality of one token per pass.
-
-    The function prefers the preset's own loop: it chooses a faster loop only if this loop saves at
-    least the share ``LEAST_SAVING`` of the passes, or if the quality of the preset's own loop is
-    too low.
-
-    Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
-    right answer, or if no faster loop has the required quality.
-    """
-    careful = levels.careful
-    if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
-        return None
-    as_good = [point for point in levels.curve if point.quality >= careful.quality]
-    found = min(as_good, key=lambda point: (point.nfe, -point.quality))
-    own = next((point for point in as_good if not point.changes), None)
-    if own is not None and found.nfe > (1 - LEAST_SAVING) * own.nfe:
-        found = own
-    return None if found.nfe >= careful.nfe else found
 
 
 def with_levels(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
@@ -103,10 +76,17 @@ def with_record(manifest: Mapping[str, Any], record: dict[str, Any]) -> dict[str
 
 def _evidence(levels: Levels, point: LevelPoint) -> str:
     kind = "right answers" if levels.quality == "task" else "agreement with one token a pass"
-    careful = levels.careful
-    return (
+    careful, held = levels.careful, levels.held_out
+    found = (
         f"on {levels.samples} samples, {point.quality:.1%} {kind} in {point.nfe:.2f} passes; "
         f"one token a pass gets {careful.quality:.1%} in {careful.nfe:.2f}"
+    )
+    if held is None:
+        return found
+    low, high = held.interval
+    return (
+        f"{found}. On {held.samples} held-out samples, {held.quality:.1%} ({low:.1%} to {high:.1%}) in "
+        f"{held.nfe:.2f} passes; one token a pass gets {held.careful:.1%}"
     )
 
 

@@ -74,7 +74,7 @@ def fit_bundle(
             found = time_blocks(bundle, samples, preset, longest, progress.advance)
             made = with_block_length(manifest, found)
         else:
-            progress.start("fit effort", level_units(policy, side))
+            progress.start("fit effort", level_units(policy, side, len(samples)))
             found = fit_levels(
                 side,
                 samples,

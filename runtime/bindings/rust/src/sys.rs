@@ -58,6 +58,7 @@ pub struct dlm_policy {
     pub stable_passes: i32,
     pub cache_delay: i32,
     pub refresh_interval: i32,
+    pub finish_threshold: f64,
 }
 
 #[repr(C)]

@@ -114,6 +114,9 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
         before -= ranked(taken);
       break;
   }
+  if (policy.finish_threshold < 1 && compares_fractions(policy.commit) &&
+      *std::min_element(scores.begin(), scores.end()) >= score_of(policy.finish_threshold))
+    taken = size;
   return std::min(taken, size);
 }
 

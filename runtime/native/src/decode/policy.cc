@@ -65,6 +65,11 @@ void check_ahead(const Policy& policy, const char* commit) {
          "policy: next_block = %.10g cannot be combined with edits: use remask = \"none\", or "
          "next_block = 1",
          policy.next_block);
+  if (policy.finish_threshold < 1)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g cannot be combined with finish_threshold: use "
+         "finish_threshold = 1, or next_block = 1",
+         policy.next_block);
 }
 
 // Checks the fields of a policy that starts each block from random tokens. Until the last pass over
@@ -89,6 +94,7 @@ void check_noise(const Policy& policy, const dlm_policy& given) {
   if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
   if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
   if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
+  if (policy.finish_threshold < 1) refuse("finish_threshold", "finish_threshold = 1");
   if (policy.temperature_drop > policy.temperature)
     fail(DLM_INVALID_ARGUMENT,
          "policy: temperature_drop = %.10g is above temperature = %.10g, and temperatures cannot "
