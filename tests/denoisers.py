@@ -78,6 +78,7 @@ def under_native_loop(
         expand_token_id=c.expand_token_id,
         delete_token_id=c.delete_token_id,
         shifted_drafts=c.has_shifted_drafts,
+        blocks_after_prompt=c.blocks_after_prompt,
     )
     return from_callback(info, run)
 

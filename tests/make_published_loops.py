@@ -20,6 +20,9 @@ this loop do not change. To add a request, add an object without tokens and pass
     --d3llm-dream       d3llm_DREAM/d3llm_dream_generate_util.py of the same commit
     --wedlm             hf_compat/modeling_wedlm.py of github.com/Tencent/WeDLM, commit 0216110
     --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
+    --d2f               D2F-eval/eval_llada.py of github.com/zhijie-group/Discrete-Diffusion-Forcing,
+                        commit 771f745. Its end token is a number that no network here predicts
+    --d2f-dream         D2F-eval/eval_dream.py of the same commit
 
 --llada2 needs transformers 4.57. The script runs the authors' loops without changes, but with a
 small random network. In SDAR's loop, the most likely token replaces each random token. In the pass
@@ -45,6 +48,9 @@ from typing import Any
 import torch
 from published import END, MASK, VOCABULARY, prompt_of, random_network
 from torch import Tensor
+
+from dlm_export.network.denoiser import hiding
+from dlm_export.network.pass_plan import Span
 
 GOLDEN = Path(__file__).parent / "golden" / "published_loops.json"
 MADE = ("seed", "tokens", "passes")
@@ -307,6 +313,64 @@ class Cropped(Network):
         return SimpleNamespace(logits=logits)
 
 
+class Rows(list[Any]):
+    """A cache with the method that D2F's loop for Dream calls."""
+
+    def get_seq_length(self) -> int:
+        return int(self[0][0].shape[2])
+
+
+class AfterPrompt(Network):
+    """A network with the interface that D2F's loops call. They pass the attention mask."""
+
+    prompt = 0
+
+    def __init__(self, block: int, shift: int, seed: int, threshold: float | None) -> None:
+        super().__init__(block, shift, seed, threshold)
+        self.denoiser = random_network(block, shift, seed, visibility="after-prompt")
+        self.last: tuple[Tensor, Tensor] | None = None  # the last cached token and its logits
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        past_key_values: Rows | None = None,
+        update_kvcache: int = 0,
+        attention_mask: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Store the keys and values of the first rows.
+
+        The loop for LLaDA passes the number of all rows to keep, and that for Dream the number of
+        new rows.
+        """
+        network = self.denoiser.network
+        past = past_key_values or Rows()
+        first = past.get_seq_length() if past else 0
+        ids = torch.from_numpy(
+            Span(first, first + input_ids.shape[1], "drop", prompt=self.prompt).ids(network)
+        )[None]
+        given = attention_bias if attention_mask is None else attention_mask
+        attention, longest = network.layers[0].attention, network.max_canvas_length
+        hidden = hiding(attention, ids, first, torch.float32, longest)
+        assert hidden is not None
+        assert given is not None
+        assert torch.equal(given == 0, hidden == 0)
+        self.passes.append((first, input_ids[0].tolist()))
+        features, present = self.denoiser.hidden(input_ids, ids, past or None)
+        logits = self.denoiser.project(features).float()
+        logits[..., MASK] = -1e4
+        tokens, rows = input_ids[0], logits[0]
+        if self.last is not None and self.shift:
+            tokens, rows = (torch.cat(each) for each in zip(self.last, (tokens, rows), strict=True))
+        self.check(tokens, rows)
+        count = update_kvcache - (0 if attention_bias is None else first)
+        if count:
+            self.last = input_ids[0, count - 1 : count], logits[0, count - 1 : count]
+        new = [(keys[:, :, :count], values[:, :, :count]) for keys, values in present]
+        return SimpleNamespace(logits=logits, past_key_values=Rows(self.store(new, past)))
+
+
 Run = Callable[[ModuleType, Network, list[int], int, dict[str, Any]], list[int]]
 
 
@@ -537,6 +601,38 @@ def run_d3llm_dream(
     return found
 
 
+def run_d2f(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    assert isinstance(network, AfterPrompt)
+    network.prompt, made = len(prompt), list[list[int]]()
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token="</s>", eos_token_id=END)
+    loop = SimpleNamespace(
+        model=network,
+        tokenizer=tokenizer,
+        device=network.device,
+        target_dtype=torch.float32,
+        mask_token_id=MASK,
+        max_length=len(prompt) + new,
+        max_new_tokens=new,
+        block_size=options["block"],
+        block_add_threshold=options["next_block"],
+        decoded_token_threshold=options["force_next"],
+        skip_threshold=options["threshold"],
+        temperature=0.0,
+        top_p=None,
+        top_k=None,
+        sampling_strategy="default",
+        _count_non_eos_tokens_before_truncation=lambda tokens, _: made.append(tokens) or 0,
+    )
+    released = code.DreamLoRA
+    for name in ("_update_block_completion_states", "_shift_logits"):
+        if hasattr(released, name):
+            setattr(loop, name, getattr(released, name).__get__(loop))
+    out = released._generate_block_single(loop, torch.tensor([prompt]))
+    return made[0] if made else [*prompt, *out]
+
+
 RUNS: dict[str, tuple[type[Network], Run]] = {
     "sdar": (Network, run_sdar),
     "llada2": (Network, run_llada2),
@@ -548,19 +644,38 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "d3llm": (Ahead, run_d3llm),
     "d3llm-cached": (AheadCached, run_d3llm_cached),
     "d3llm-dream": (Ahead, run_d3llm_dream),
+    "d2f": (AfterPrompt, run_d2f),
+    "d2f-dream": (AfterPrompt, run_d2f),
 }
+UNUSED = (
+    "utils.utils_LLaDA.model.modeling_llada",
+    *("lm_eval.api.instance", "lm_eval.api.model", "lm_eval.api.registry", "lm_eval.models.utils"),
+    *("lm_eval.__main__", "accelerate", "datasets", "peft"),
+    *("model_cache.llada.modeling_llada", "model_cache.llada.configuration_llada"),
+)
+"""Modules that the files import, but whose classes and functions the loops do not use."""
+
+
+class Unused:
+    """Stands for the classes, the functions and the decorators of such a module."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, decorated: Any) -> Any:
+        return decorated
 
 
 def load(path: Path) -> ModuleType:
-    """Import a Python file as part of a package, so that it can import other files of its folder.
-
-    d3LLM's file for LLaDA imports the class ``LLaDAModelLM``, but does not use it in the loop. The
-    class is therefore replaced by None.
-    """
-    unused = "utils.utils_LLaDA.model.modeling_llada"
-    for name in (unused.rsplit(".", count)[0] for count in range(3, -1, -1)):
-        sys.modules.setdefault(name, ModuleType(name))
-    sys.modules[unused].LLaDAModelLM = None
+    """Import a Python file as part of a package, so that it can import other files of its folder."""
+    transformers = importlib.import_module("transformers")  # it looks for some of these modules
+    assert transformers.PreTrainedModel
+    assert transformers.AutoTokenizer
+    for unused in UNUSED:
+        for count in range(unused.count("."), -1, -1):
+            module = ModuleType(unused.rsplit(".", count)[0])
+            module.__getattr__ = lambda _: Unused  # type: ignore[method-assign, assignment]
+            sys.modules.setdefault(module.__name__, module)
     sys.path.insert(0, str(path.resolve().parent.parent))
     return importlib.import_module(f"{path.resolve().parent.name}.{path.stem}")
 
@@ -587,7 +702,7 @@ def made(request: dict[str, Any], code: ModuleType) -> dict[str, Any]:
     family, length, new = (options.pop(name) for name in ("family", "prompt", "new"))
     make, run = RUNS[family]
     for seed in range(200):
-        shift = int(family in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
+        shift = int(family in ("fast-dllm-v2", "rnd1", "d3llm-dream", "d2f-dream"))
         network = make(options.get("block", 0), shift, seed, options.get("threshold"))
         prompt = prompt_of(length, seed)
         try:

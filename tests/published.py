@@ -20,7 +20,13 @@ MASK, END, VOCABULARY = 99, 7, 100
 
 
 def random_network(
-    block: int, shift: int, seed: int, *, has_masks_last: bool = False, **fields: Any
+    block: int,
+    shift: int,
+    seed: int,
+    *,
+    visibility: str = "block",
+    has_masks_last: bool = False,
+    **fields: Any,
 ) -> Denoiser:
     """Return a random network with block-causal attention, or with full attention if ``block`` is
     0. With ``has_masks_last``, the attention has the visibility ``masks-last`` instead. ``fields``
@@ -34,7 +40,7 @@ def random_network(
         layers=2, heads=4, kv_heads=2, head_size=8, shift=shift, **tokens | fields
     )
     if block:
-        network = seeing(network, [("block", block)] * 2)
+        network = seeing(network, [(visibility, block)] * 2)
     if has_masks_last:
         network = seeing(network, [("masks-last", None)] * 2)
     denoiser = Denoiser(network).eval().requires_grad_(False)

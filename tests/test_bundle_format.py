@@ -354,6 +354,7 @@ def policies(draw: st.DrawFn) -> Policy:
     if fields["next_block"] < 1:
         fields |= {"remask": "none", "store": "pass", "refresh": 0, "reuse_prompt": 0}
         fields["finish_threshold"] = 1
+        fields["sub_block_length"] = 0
         fields["cache"] = "none" if fields["cache"] == "none" else "prefix"
     if fields["next_block"] == 1 or fields["cache"] == "none":
         fields |= {"cache_delay": 0, "refresh_interval": 0}

@@ -42,6 +42,7 @@ def denoisers() -> dict[str, Denoiser]:
     return {
         "full": random_denoiser(network),
         "block": random_denoiser(seeing(network, [("block", BLOCK)] * 2)),
+        "after-prompt": random_denoiser(seeing(network, [("after-prompt", BLOCK)] * 2)),
         "draft": random_denoiser(seeing(network, [("draft", BLOCK)] * 2)),
         "causal draft": random_denoiser(seeing(causal, [("causal", BLOCK)] * 2)),
     }
@@ -224,8 +225,11 @@ def test_verified_texts_are_those_of_one_legal_token_at_a_time(
     entropy_bound=st.floats(0.1, 6),
     block_length=st.integers(0, 9),
     next_block=st.floats(0, 0.99),
+    force_next=st.floats(0.2, 1),
     score_of=st.sampled_from(("prediction", "marginal")),
-    cache=st.sampled_from(("none", "prefix")),
+    kind_and_cache=st.sampled_from(
+        (("full", "none"), ("full", "prefix"), ("after-prompt", "none"), ("after-prompt", "block"))
+    ),
     stop=st.sampled_from(("eos", "none")),
     room=st.integers(0, 14),
     max_steps=st.sampled_from([0, 0, 0, 1, 3]),
@@ -235,16 +239,20 @@ def test_several_blocks_become_one_legal_text(
     bundles: dict[str, Bundle],
     automata: dict[str, Compiled],
     name: str,
+    kind_and_cache: tuple[str, str],
+    block_length: int,
     room: int,
     max_steps: int,
     **fields: Any,
 ) -> None:
+    kind, cache = kind_and_cache
+    length = block_length if kind == "full" else block_length // 4 * BLOCK
     check(
-        denoisers["full"],
-        bundles["full"],
+        denoisers[kind],
+        bundles[kind],
         automata[name],
         EXPRESSIONS[name],
-        Policy(**fields),
+        Policy(cache=cache, block_length=length, **fields),
         room=room,
         max_steps=max_steps,
     )

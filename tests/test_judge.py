@@ -62,6 +62,7 @@ class Scripted(Side):
     visible_block = None
     draft_block = None
     has_mask_token, is_verifying, resizes, has_shifted_drafts = True, False, False, False
+    blocks_after_prompt = False
 
     def __init__(
         self,

@@ -439,7 +439,7 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
         ({"next_block": 0.5}, 'needs commit = "threshold" or "entropy_threshold", not "static"'),
         (
             {"next_block": 0.5, "commit": "threshold", "cache": "dual"},
-            'decides positions of several blocks: use cache = "none" or "prefix"',
+            'decides positions of several blocks: use cache = "none", "prefix" or "block"',
         ),
         (
             {"next_block": 0.5, "commit": "threshold", "cache": "prefix", "refresh": 4},

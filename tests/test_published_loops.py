@@ -73,18 +73,20 @@ def run(
     trace: dict[str, Any], policy: Policy, tokens: list[int], new: int
 ) -> tuple[list[int], Passes]:
     """Run the native loop. Returns the canvas and the passes."""
-    shift = int(trace["family"] in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
+    shift = int(trace["family"] in ("fast-dllm-v2", "rnd1", "d3llm-dream", "d2f-dream"))
     is_full = trace["family"] in ("d3llm", "d3llm-cached", "d3llm-dream", "wedlm")
     denoiser = random_network(
         0 if is_full else trace.get("block", 0),
         shift,
         trace["seed"],
+        visibility="after-prompt" if trace["family"].startswith("d2f") else "block",
         has_masks_last=trace["family"] == "wedlm",
     )
     passes: Passes = []
+    longest = denoiser.network.max_canvas_length
 
     def note(p: CallbackPass) -> None:
-        passes.append((int(p.position_ids[0]), p.input_ids.tolist()))
+        passes.append((int(p.position_ids[0]) % longest, p.input_ids.tolist()))
 
     with under_native_loop(denoiser, note) as bundle:
         out = bundle.generate(tokens=tokens, max_new_tokens=new, **policy.as_dict())
@@ -201,6 +203,27 @@ def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
     prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
     tokens, passes = run(trace, policy, prompt, trace["new"])
     assert passes == wanted
+    assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
+
+
+@pytest.mark.parametrize("trace", traces_of("d2f", "d2f-dream"))
+def test_d2f_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """After the block of the first end token, the authors' code finishes the blocks that it has
+    started. The preset does not compute them.
+
+    The authors' code for Dream keeps the logits of the last cached row, from which it predicts the
+    next position. The preset computes this row again.
+    """
+    names = ("next_block", "force_next", "threshold")
+    changes = {name: trace[name] for name in names} | {"block_length": trace["block"]}
+    changes["stop"] = "eos" if trace["family"] == "d2f-dream" else "none"
+    policy = PRESETS["d2f"].with_fields(changes)
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    tokens, passes = run(trace, policy, prompt, trace["new"])
+    if trace["family"] == "d2f-dream":
+        passes[1:] = [(first + 1, ids[1:]) for first, ids in passes[1:]]
+    has_end = "ends" in trace
+    assert passes == wanted[: len(passes) if has_end else None]
     assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
 
 

@@ -119,6 +119,7 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
 
 TWO = small(("block", 4), ("block", 4))
 THREE = small(("block", 4), ("block", 4), ("causal", None))
+AFTER_PROMPT = small(("after-prompt", 4), ("after-prompt", 4))
 NETWORKS = {2: TWO, 3: THREE}
 """By the number of layers. The layers of ``TWO`` have the same rule, which is faster to trace."""
 FORMS = [
@@ -164,9 +165,25 @@ def test_a_graph_sees_what_torch_sees(
     The attention mask in fp16 contains the lowest fp16 number instead of minus infinity. This
     number must also hide a key completely.
     """
-    denoiser = random_denoiser(NETWORKS[layers])
+    check_graph(NETWORKS[layers], precision, is_plain, cached, tmp_path)
+
+
+@pytest.mark.parametrize(("precision", "is_plain"), [("fp16", False), ("fp32", True)])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_a_graph_computes_blocks_from_their_numbers(
+    precision: str, is_plain: bool, cached: int, tmp_path: Path
+) -> None:
+    """With blocks after the prompt, position ids contain the numbers of blocks."""
+    check_graph(AFTER_PROMPT, precision, is_plain, cached, tmp_path)
+
+
+def check_graph(
+    network: NetworkSpec, precision: str, is_plain: bool, cached: int, tmp_path: Path
+) -> None:
+    layers = len(network.layers)
+    denoiser = random_denoiser(network)
     parameters = denoiser.state_dict()
-    traced = trace_once(NETWORKS[layers], precision, is_plain=is_plain)
+    traced = trace_once(network, precision, is_plain=is_plain)
     write_graph(
         traced, lambda name, dtype: parameters[name].numpy().astype(dtype), tmp_path, lambda _: None
     )
@@ -174,6 +191,8 @@ def test_a_graph_sees_what_torch_sees(
     rng, count = np.random.default_rng(2), LENGTH - cached
     ids = rng.integers(0, 99, (2, count))
     positions = np.stack([cached + rng.permutation(count) for _ in range(2)])
+    if network.blocks_after_prompt:
+        positions += rng.integers(0, 5, positions.shape) * network.max_canvas_length
     dtype = {"fp16": np.float16, "fp32": np.float32}[precision]
     past = rng.standard_normal((layers, 2, 2, 2, cached, 8)).astype(dtype)
     feed = {

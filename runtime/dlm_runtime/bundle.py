@@ -82,6 +82,8 @@ class Bundle(Decides, UsesPromptCaches):
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
+        self.blocks_after_prompt = handle.blocks_after_prompt
+        """True if the prompt is one attention block, and the other blocks start at its end (D2F)."""
         self.draft_block = handle.draft_block
         """The number of tokens of a draft pass. None if the denoiser has no draft passes."""
         self.max_new_tokens = handle.max_new_tokens

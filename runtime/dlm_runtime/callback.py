@@ -51,6 +51,8 @@ class DenoiserInfo:
             removed. If both are None, there are no such tokens.
         shifted_drafts: True if the rows of a draft pass see each other and predict the next
             positions (SDLM). The denoiser then has draft passes, shift 1 and a mask token.
+        blocks_after_prompt: True if the prompt is one attention block, and the first block of
+            visible_block tokens starts at its end (D2F).
     """
 
     vocab_size: int
@@ -70,6 +72,7 @@ class DenoiserInfo:
     expand_token_id: int | None = None
     delete_token_id: int | None = None
     shifted_drafts: bool = False
+    blocks_after_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class CallbackPass:
     Args:
         input_ids: Token ids ``[T]``.
         position_ids: The positions of these tokens in the canvas, ``[T]``. In a draft pass,
-            or in a draft row, max_canvas_length is added to the position.
+            or in a draft row, max_canvas_length is added to the position. With
+            blocks_after_prompt, it is added n times in block n after the prompt.
         score_rows: The rows (0..T-1) for which the callback must fill the outputs of R rows,
             ``[R]``.
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32

@@ -75,6 +75,7 @@ class Policy:
     cache_delay: int = 0
     refresh_interval: int = 0
     finish_threshold: float = 1.0
+    force_next: float = 1.0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.

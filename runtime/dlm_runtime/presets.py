@@ -1,7 +1,7 @@
 """Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), d3LLM (arXiv:2601.07568), SDLM (arXiv:2509.24007), and the released code of RND1,
+(arXiv:2510.06303), d3LLM (arXiv:2601.07568), SDLM (arXiv:2509.24007), D2F (arXiv:2508.09192), and the released code of RND1,
 LLaDA2, Fast-dLLM v2, Stable-DiffCoder, Nemotron-Labs-Diffusion, DiffusionGemma and DreamOn. ``docs/reference/policies.md``
 describes each preset.
 """
@@ -104,6 +104,18 @@ PRESETS = {
     "sdlm": Policy(
         commit="longest_prefix", compare=">", cache="block", block_length=0, score_of="draw"
     ),
+    # This preset is for D2F. A pass may also commit positions of later blocks, as with "d3llm". A
+    # block commits at least one token per pass once 95% of the block before it is decided. The cache
+    # is exact, because attention is block-causal.
+    "d2f": Policy(
+        commit="threshold",
+        compare=">",
+        cache="block",
+        block_length=0,
+        next_block=0.1,
+        force_next=0.95,
+        score_of="draw",
+    ),
     # This preset is for denoisers without a mask token. A block starts from random tokens. Each
     # pass accepts the positions with the lowest entropies and draws new random tokens for the
     # others. The temperature falls from 0.8 to 0.4. A block ends after 48 passes, or when its
@@ -148,6 +160,7 @@ def presets_for(
     *,
     resizes: bool = False,
     has_shifted_drafts: bool = False,
+    blocks_after_prompt: bool = False,
 ) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
@@ -157,18 +170,21 @@ def presets_for(
     has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
     denoisers that start from random tokens. ``resizes`` is true for denoisers that change the length
     of canvases. ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and
-    predict the next positions.
+    predict the next positions. ``blocks_after_prompt`` is true for D2F.
     """
-    if resizes:
-        return {"dreamon": PRESETS["dreamon"]}
+    own = [
+        name
+        for name, is_own in (
+            ("dreamon", resizes),
+            ("sdlm", has_shifted_drafts),
+            ("d2f", blocks_after_prompt),
+        )
+        if is_own
+    ]
     found = {
         name: policy
         for name, policy in PRESETS.items()
-        if (
-            policy == PRESETS["sdlm"]
-            if has_shifted_drafts
-            else _suits(policy, visible_block, shift, draft_block, noise)
-        )
+        if (name in own if own else _suits(policy, visible_block, shift, draft_block, noise))
     }
     if visible_block is None:
         return found
@@ -189,7 +205,7 @@ def _suits(
         return policy.commit == "verify"
     if (policy.remask == "noise") != (noise == "uniform"):
         return False
-    if policy in (PRESETS["dreamon"], PRESETS["sdlm"]):
+    if policy in (PRESETS["dreamon"], PRESETS["sdlm"], PRESETS["d2f"]):
         return False
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False

@@ -396,6 +396,16 @@ LOOP: list[Case] = [
         "loop.shifted_drafts: must be true if it is there",
     ),
     Case(
+        "blocks after the prompt without blocks",
+        put("loop", "blocks_after_prompt", True),
+        "loop.blocks_after_prompt: needs visible_block, and no draft_block",
+    ),
+    Case(
+        "no blocks after the prompt",
+        put("loop", "blocks_after_prompt", False),
+        "loop.blocks_after_prompt: must be true if it is there",
+    ),
+    Case(
         "no updates for draft passes",
         put("loop", "draft_updates", False),
         "loop.draft_updates: must be true if it is there",

@@ -98,6 +98,7 @@ def make_manifest(
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             **({} if network.draft_block is None else {"draft_block": network.draft_block}),
             **({"shifted_drafts": True} if network.has_shifted_drafts else {}),
+            **({"blocks_after_prompt": True} if network.blocks_after_prompt else {}),
             **({"draft_updates": True} if network.has_draft_updates else {}),
             **({} if network.noise == "absorbing" else {"noise": network.noise}),
             **({} if network.conditioning is None else {"conditioning_size": network.hidden_size}),

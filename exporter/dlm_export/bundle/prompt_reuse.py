@@ -23,6 +23,11 @@ FULL_ATTENTION = (
 )
 
 
+SEEN_PROMPT = (
+    "the tokens of its prompt see each other, so their keys and values depend on the whole prompt"
+)
+
+
 def page_tokens(visible_block: int | None) -> int:
     """Return the tokens per page: the smallest multiple of the block length that is at least 16."""
     return whole_pages(LEAST_PAGE_TOKENS, visible_block or LEAST_PAGE_TOKENS)
@@ -39,9 +44,12 @@ def reused_tokens(common: int, prompt_tokens: int, network: NetworkSpec, policy:
     ``common`` is the number of leading tokens for which an earlier request stored keys and values.
     The block in which the prompt ends is always computed. With ``shift`` 1, the last token before
     this block is computed too, because its logits predict the first token of the block. A network
-    with draft passes may reuse the whole prompt, except the last token if it predicts a token.
+    with draft passes may reuse the whole prompt, except the last token if it predicts a token. With
+    ``blocks_after_prompt``, nothing is reused.
     """
     assert network.visible_block is not None
+    if network.blocks_after_prompt:
+        return 0
     block_length, shift = block_length_of(policy, network.visible_block), network.shift
     if network.draft_block is not None:
         block_length, shift = 1, int(policy.remask != "noise")
@@ -74,6 +82,8 @@ def prompt_reuse_of(manifest: Mapping[str, Any]) -> PromptReuse:
     refusal = None
     if visible_block is None:
         refusal = FULL_ATTENTION
+    elif loop.get("blocks_after_prompt"):
+        refusal = SEEN_PROMPT
     elif not graph["ports"].keys() & {"segments", "cached_rows"}:
         refusal = "its graph cannot compute several requests in one pass"
     page = page_tokens(visible_block)

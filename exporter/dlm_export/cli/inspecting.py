@@ -146,7 +146,8 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
     print_caches("Keys and values", cache_bytes_by_type(network))
     if (words := _window_words(network)) is not None:
         click.echo(words)
-    if (block := network.visible_block) is not None and block > 1:
+    block = None if network.blocks_after_prompt else network.visible_block
+    if block is not None and block > 1:
         click.echo(
             f"Only finished blocks are kept: (ceil(T / {block}) - 1) * {block} of T tokens on the "
             f"canvas, at most {_kept(network):,}"
@@ -171,7 +172,7 @@ def _kept(c: NetworkSpec) -> int:
 
     Block-causal networks cache all blocks except the last block. Other networks cache all tokens.
     """
-    block = c.visible_block
+    block = 1 if c.blocks_after_prompt else c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 

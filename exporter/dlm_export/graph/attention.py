@@ -52,7 +52,8 @@ def cached_attention(name: str, store: Code, read: Code) -> ir.Function:
         return op("Transpose", ready, perm=[0, 2, 1, 3])
 
     longest = body.size(cos, 0)
-    rows = op("Mod", positions, longest) if DRAFT in name else positions
+    is_rounded = BLOCK in name or DRAFT in name
+    rows = op("Mod", positions, longest) if is_rounded else positions
 
     def turn(heads: ir.Value) -> ir.Value:
         size = ir.Attr(
@@ -69,7 +70,7 @@ def cached_attention(name: str, store: Code, read: Code) -> ir.Function:
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
     stored_key, stored_value = store(body, key), store(body, value)
-    if BLOCK in name or DRAFT in name:
+    if is_rounded:
         # Round the new keys and values as the cache does. The result of a pass then does not depend
         # on which keys and values are cached.
         key, value = read(body, stored_key), read(body, stored_value)
@@ -79,7 +80,7 @@ def cached_attention(name: str, store: Code, read: Code) -> ir.Function:
     if is_normed:
         attributes["epsilon"] = ir.AttributeType.FLOAT
     seen = op("Unsqueeze", op("Concat", own.past, own.new, axis=1), ints(0, 1))
-    if BLOCK in name or DRAFT in name:
+    if is_rounded:
         if BLOCK in name:
             attributes["visible_block"] = ir.AttributeType.INT
             blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))

@@ -438,10 +438,10 @@ def _seen(
     """Find the attention function that hides the same keys as the attention mask ``hidden``.
 
     Returns a part of the function's name, the graph's position ids, and the function's attributes.
-    ``positions`` are the positions that the rotation uses. In a network with draft passes, these
-    are the position ids modulo ``longest``. In other networks, these are the position ids. Causal
-    draft passes have the attention mask of causal attention, with ``positions``. The
-    function knows the attention masks of block-causal attention, of windows and of draft passes.
+    ``positions`` are the positions that the rotation uses. In a network with draft passes, or with
+    ``blocks_after_prompt``, these are the position ids modulo ``longest``. In other networks, these
+    are the position ids. Causal draft passes have the attention mask of causal attention, with
+    ``positions``. The function knows the attention masks of block-causal attention, of windows and of draft passes.
     Raises _Unlike for all other masks.
     """
     for kind, pattern, attribute in (
@@ -455,6 +455,10 @@ def _seen(
     found = {}
     if _looks_like(positions, ("Mod", "positions", longest), found):
         ids = found["positions"]
+        found = {"positions": ids}
+        if _looks_like(hidden, _BLOCKS, found) and _number(found["length"]) == longest:
+            return BLOCK, ids, {"visible_block": longest}
+        found = {}
         limits = ("length", "longest")
         if _looks_like(hidden, _DRAFTS, found) and all(
             _number(found[limit]) == longest for limit in limits

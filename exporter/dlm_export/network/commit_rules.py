@@ -133,17 +133,19 @@ def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
 
 
 def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Choose positions of several blocks, at least one of them in the first unfinished block.
+    """Choose positions of several blocks, at least one in each block of ``turn.forced``.
 
     With ``compare`` ">=", the position with the highest score always commits, as in d3LLM's code
     for LLaDA. With ``compare`` ">", a position whose score does not reach the threshold commits
-    only if it is in the first unfinished block, as in d3LLM's code for Dream.
+    only if it is the best one of a block in ``turn.forced``, as in the code of D2F, and in d3LLM's
+    code for Dream.
     """
     is_low = policy.compare == ">" and not _reach(score, policy).any()
     chosen = np.zeros(len(score), bool) if is_low else choose(score, policy, 1)
-    in_first = turn.positions < turn.first_end
-    if not (chosen & in_first).any():
-        chosen[np.argmax(np.where(in_first, score, -np.inf))] = True
+    for first, last in turn.forced:
+        is_inside = (first <= turn.positions) & (turn.positions < last)
+        if not (chosen & is_inside).any():
+            chosen[np.argmax(np.where(is_inside, score, -np.inf))] = True
     return chosen
 
 
@@ -175,7 +177,7 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return changed
     if not len(score):
         return np.zeros(0, bool)
-    if turn.first_end is not None:
+    if turn.forced:
         return _choose_ahead(turn, score, policy)
     if turn.is_forced:
         score = score.copy()

@@ -162,9 +162,12 @@ def hiding(
 
     ``position_ids`` are the result of ``places_of``. ``longest`` is the length of the longest canvas.
     With visibility ``draft``, the tokens of a draft pass attend to each other. ``longest`` or ``2 *
-    longest`` is added to their position ids (see ``Span.ids``).
+    longest`` is added to their position ids (see ``Span.ids``). With visibility ``after-prompt``, a
+    position id contains the number of its block, multiplied by ``longest``.
     """
     block_length, window = attention.visible_block, attention.window
+    if attention.visibility == "after-prompt":
+        block_length = longest
     has_drafts = attention.visibility == "draft"
     if window is not None and has_drafts:
         is_draft, places = position_ids >= longest, position_ids % longest
@@ -216,6 +219,8 @@ def turns_of(
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
     is_draft, is_updated, ids = None, None, places
+    if network.blocks_after_prompt:
+        ids = position_ids % longest
     if network.draft_block is not None:
         is_causal = network.has_causal_drafts
         if network.has_draft_updates:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlm_export.network.rope_scaling import QueryScale, RotaryTable, Scaling, scaling_from
 
-VISIBILITIES = ("full", "block", "causal", "draft", "masks-last")
+VISIBILITIES = ("full", "block", "after-prompt", "causal", "draft", "masks-last")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu")
@@ -71,6 +71,8 @@ class AttentionSpec:
     - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
     - ``visibility``: the keys to which a query attends. ``full`` means all keys. ``block`` means
       the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
+      ``after-prompt`` means the same, but the prompt is one block, and the other blocks start at its
+      end.
       ``causal`` means the keys up to the query's position. ``draft`` means the same as ``causal``,
       except that a query of a draft pass attends to all keys. In training, a draft pass computed
       ``block_length`` tokens. ``causal`` attention with a ``block_length`` has causal draft rows
@@ -110,7 +112,7 @@ class AttentionSpec:
                 f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
             )
         is_known, has_block = self.visibility in VISIBILITIES, self.block_length is not None
-        needs_block = self.visibility in ("block", "draft")
+        needs_block = self.visibility in ("block", "after-prompt", "draft")
         if not is_known or (needs_block != has_block and self.visibility != "causal"):
             raise ValueError(
                 f"visibility {self.visibility} does not allow a block_length of {self.block_length}"
@@ -147,7 +149,7 @@ class AttentionSpec:
     @property
     def draft_block(self) -> int | None:
         """Number of tokens of a draft pass in training. ``None`` if there are no draft passes."""
-        return None if self.visibility == "block" else self.block_length
+        return None if self.visibility in ("block", "after-prompt") else self.block_length
 
     @property
     def has_causal_drafts(self) -> bool:

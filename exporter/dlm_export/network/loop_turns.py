@@ -19,6 +19,7 @@ from dlm_export.network.pass_plan import (
     Span,
     Stage,
     block_length_of,
+    blocks_of,
     even_count,
     plan,
 )
@@ -76,8 +77,8 @@ class Turn:
       last position has no drafted token, and contains -1.
     - ``drafts``: the positions after ``positions`` whose tokens the pass drafts, int64 ``[N]``, if
       it also verifies tokens. The drafts are used only if the turn decides all of ``positions``.
-    - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
-      blocks. At least one position before ``first_end`` commits.
+    - ``forced``: if the turn decides positions of several blocks, the blocks ``(first, last)`` in
+      each of which at least one position commits.
     - ``steps``: the number of passes planned for the same positions.
     """
 
@@ -92,7 +93,7 @@ class Turn:
     standing: np.ndarray | None = None
     drafted: np.ndarray | None = None
     drafts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    first_end: int | None = None
+    forced: tuple[tuple[int, int], ...] = ()
     steps: int = 1
 
 
@@ -115,6 +116,23 @@ def turns(
     is possible. ``scaffold`` is first called once for the whole canvas. Before each pass,
     ``scaffold`` is then called for the block of the pass.
     """
+    made = _turns(canvas, policy, looped, steps, scaffold)
+    if not looped.blocks_after_prompt:
+        yield from made
+        return
+    prompt = int(canvas.undecided.argmax())
+    for turn in made:
+        yield replace(turn, span=replace(turn.span, prompt=prompt))
+
+
+def _turns(
+    canvas: Canvas,
+    policy: Policy,
+    looped: Looped,
+    steps: int,
+    scaffold: Callable[[int, int], None],
+) -> Iterator[Turn]:
+    """Yield the turns of ``turns``. Their spans contain no ``prompt``."""
     if policy.commit == "verify":
         yield from _verified_turns(canvas, policy, looped)
         return
@@ -225,35 +243,63 @@ def _ahead_turns(
     steps: int,
     scaffold: Callable[[int, int], None],
 ) -> Iterator[Turn]:
-    """Yield passes that decide positions of several blocks (d3LLM, arXiv:2601.07568).
+    """Yield passes that decide positions of several blocks (D2F, arXiv:2508.09192, and d3LLM,
+    arXiv:2601.07568).
 
     A pass decides positions from the first unfinished block to a last block. Before each pass, the
     next block becomes the last block if at least the share ``next_block`` of the last block is
-    decided. If the policy stops at end tokens, all generated positions after the first end token
-    become end tokens.
+    decided, and no block up to the last one contains an end token. With full attention, all
+    generated positions after the first end token become end tokens.
+
+    With block-causal attention and a cache, a pass also stores the blocks that were finished since
+    the pass before. With ``shift`` 1, it computes the row before its first block again.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
-    uncached = replace(policy, cache="none")
-    blocks = [(stage.first, stage.last) for stage in plan(wanted, uncached, looped, steps)]
-    whole, last, passes = Span(0, len(tokens), "drop"), 0, 0
+    blocks = [(first, last) for first, last, _ in blocks_of(wanted, policy, looped, steps)]
     spans = _AheadSpans([first for first, _ in blocks], len(tokens), policy)
+    start = last = passes = cached = 0
     scaffold(0, len(tokens))
-    while undecided.any():
-        start = next(i for i, block in enumerate(blocks) if undecided[slice(*block)].any())
-        scaffold(*blocks[start])
-        if not undecided[slice(*blocks[start])].any():
-            continue
+    while start < len(blocks):
+        block = slice(*blocks[start])
+        scaffold(block.start, block.stop)
+        is_done = not undecided[block].any()
+        if is_done or policy.stop == "early-eos":
+            if _end(canvas, wanted, block.start, block.stop, policy, looped):
+                return
+            if is_done:
+                start += 1
+                continue
+        has_end = policy.stop != "none" and _ends(canvas, wanted, looped)[: blocks[last][1]].any()
+        shares = [1 - undecided[slice(*each)].mean() for each in blocks[start : last + 1]]
         if last < start:
             last = start
-        elif 1 - undecided[slice(*blocks[last])].mean() >= policy.next_block:
+        elif shares[-1] >= policy.next_block and not has_end:
             last = min(last + 1, len(blocks) - 1)
-        first, end = blocks[start][0], blocks[last][1]
-        positions = first + np.flatnonzero(undecided[first:end])
-        span = whole if policy.cache == "none" else spans.next_span(start)
-        yield Turn(first, end, passes, passes, span, positions, 1, first_end=blocks[start][1])
+        later = blocks[start + 1 : last + 1]
+        forced = [
+            each
+            for share, each in zip(shares, later, strict=False)
+            if policy.force_next < 1
+            and share >= policy.force_next
+            and undecided[slice(*each)].any()
+        ]
+        end = blocks[last][1]
+        if policy.cache == "none":
+            span = Span(0, len(tokens), "drop")
+        elif looped.visible_block is None:
+            span = spans.next_span(start)
+        else:
+            stored = max(0, block.start - looped.shift)
+            span = Span(cached, end, "append" if stored > cached else "drop")
+            cached = stored
+        positions = block.start + np.flatnonzero(undecided[block.start : end])
+        yield Turn(
+            *(block.start, end, passes, passes, span, positions, 1),
+            forced=((block.start, block.stop), *forced),
+        )
         passes += 1
-        ends = np.flatnonzero(wanted & ~undecided & np.isin(tokens, looped.eos_token_ids))
-        if policy.stop != "none" and len(ends):
+        ends = np.flatnonzero(_ends(canvas, wanted, looped))
+        if policy.stop != "none" and looped.visible_block is None and len(ends):
             after = wanted & (np.arange(len(tokens)) > ends[0])
             tokens[after], undecided[after] = looped.eos_token_ids[0], False
 
@@ -446,9 +492,16 @@ def _end(
     and no undecided position before it. All undecided positions then become end tokens.
     """
     block = slice(start, end)
-    is_end = wanted[block] & np.isin(canvas.tokens[block], looped.eos_token_ids)
+    is_end = _ends(canvas, wanted, looped)[block]
     if policy.stop == "none" or not is_end[np.cumsum(canvas.undecided[block]) == 0].any():
         return False
     canvas.tokens[canvas.undecided] = looped.eos_token_ids[0]
     canvas.undecided[:] = False
     return True
+
+
+def _ends(canvas: Canvas, wanted: np.ndarray, looped: Looped) -> np.ndarray:
+    """Return the generated positions that contain end tokens, bool ``[L]``."""
+    is_decided = wanted & ~canvas.undecided
+    found: np.ndarray = is_decided & np.isin(canvas.tokens, looped.eos_token_ids)
+    return found

@@ -30,7 +30,7 @@ FULL_CACHES = ("prefix", "dual")
 class Looped(Protocol):
     """The fields of a network that the unmasking loop needs.
 
-    ``NetworkSpec`` explains ``visible_block`` and ``draft_block``.
+    ``NetworkSpec`` explains ``visible_block``, ``draft_block`` and ``blocks_after_prompt``.
     """
 
     @property
@@ -43,6 +43,8 @@ class Looped(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def resizes(self) -> bool: ...
+    @property
+    def blocks_after_prompt(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Span:
 
     With causal drafts, ``is_draft`` is false, and the rows from the position ``draft_rows`` on are
     draft rows, which use the low-rank updates. If ``draft_rows`` is ``None``, all rows are ordinary.
+
+    In a network with ``blocks_after_prompt``, ``prompt`` is the number of tokens of the prompt.
     """
 
     first: int
@@ -73,14 +77,21 @@ class Span:
     is_draft: bool = False
     is_updated: bool = False
     draft_rows: int | None = None
+    prompt: int | None = None
 
     def ids(self, network: NetworkSpec) -> np.ndarray:
         """Return the position ids of the pass, int64 ``[T]``.
 
         The length of the longest canvas is added to the position ids of draft rows. If a draft pass
-        uses low-rank updates, this length is added twice. With causal drafts, it is added once.
+        uses low-rank updates, this length is added twice. With causal drafts, it is added once. With
+        ``prompt``, it is added n times in block n after the prompt.
         """
         found, is_updated = np.arange(self.first, self.last), self.is_draft and self.is_updated
+        if self.prompt is not None:
+            assert network.visible_block is not None
+            blocks = (found - self.prompt) // network.visible_block + 1
+            found += blocks.clip(min=0) * network.max_canvas_length
+            return found
         if self.is_draft or self.draft_rows is not None:
             times = 1 + (is_updated and network.has_draft_updates)
             found[self.draft_start - self.first :] += times * network.max_canvas_length
@@ -159,17 +170,31 @@ def block_length_of(
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
     """Plan the passes that fill the undecided positions, bool ``[L]``, block by block.
 
-    With full or causal attention, the first block starts at the first undecided position. With
-    block-causal attention, blocks start at multiples of the block length, so the first block may
-    begin with tokens of the prompt. ``turns.turns`` explains ``steps``. Loops whose blocks depend on
-    the tokens do not use this function (see ``turns.turns``).
+    ``turns.turns`` explains ``steps``. Loops whose blocks depend on the tokens do not use this
+    function (see ``turns.turns``).
+    """
+    blocks = blocks_of(undecided, policy, looped, steps)
+    if looped.visible_block is None:
+        return list(_full_stages(blocks, policy, len(undecided)))
+    return list(_block_causal_stages(blocks, undecided, policy, looped))
+
+
+Block = tuple[int, int, int]  # start of the block, end of the block, number of planned passes
+
+
+def blocks_of(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Block]:
+    """Return the blocks that contain undecided positions. ``turns.turns`` explains ``steps``.
+
+    With full or causal attention, and with ``blocks_after_prompt``, the first block starts at the
+    first undecided position. With other block-causal attention, blocks start at multiples of the
+    block length, so the first block may begin with tokens of the prompt.
     """
     if not undecided.any():
         return []
     length, origin = len(undecided), int(undecided.argmax())
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
     block_length = block_length or length - origin
-    if (looped.visible_block or 1) > 1:
+    if (looped.visible_block or 1) > 1 and not looped.blocks_after_prompt:
         origin -= origin % block_length
     starts = range(origin, length, block_length)
     shares = (
@@ -177,20 +202,14 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
         if steps
         else [policy.steps_per_block or block_length] * len(starts)
     )
-    blocks = [
+    return [
         (start, min(start + block_length, length), share)
         for start, share in zip(starts, shares, strict=True)
         if undecided[start : start + block_length].any()
     ]
-    if looped.visible_block is None:
-        return list(_full_stages(blocks, policy, length))
-    return list(_block_causal_stages(blocks, undecided, policy, looped))
 
 
-_Block = tuple[int, int, int]  # start of the block, end of the block, number of planned passes
-
-
-def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
+def _full_stages(blocks: list[Block], policy: Policy, length: int) -> Iterator[Stage]:
     """Yield the stages for full attention.
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
@@ -217,7 +236,7 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
 
 def _block_causal_stages(
-    blocks: list[_Block], undecided: np.ndarray, policy: Policy, looped: Looped
+    blocks: list[Block], undecided: np.ndarray, policy: Policy, looped: Looped
 ) -> Iterator[Stage]:
     """Yield the stages for block-causal attention.
 

@@ -631,8 +631,9 @@ class NetworkSpec:
     def visible_block(self) -> int | None:
         """The smallest block length with which no query attends to a key of a later block.
 
-        The block length is the same for all layers, and the first block starts at position 0. The
-        value is ``None`` if any layer has full attention.
+        The block length is the same for all layers, and the first block starts at position 0, or
+        at the end of the prompt (see ``blocks_after_prompt``). The value is ``None`` if any layer
+        has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
@@ -675,10 +676,19 @@ class NetworkSpec:
             self.noise,
             resizes=self.resizes,
             has_shifted_drafts=self.has_shifted_drafts,
+            blocks_after_prompt=self.blocks_after_prompt,
         )
         if not self.needs_whole_canvas:
             return found
         return {name: policy.with_fields({"cache": "none"}) for name, policy in found.items()}
+
+    @property
+    def blocks_after_prompt(self) -> bool:
+        """True if the prompt is one attention block, and the other blocks start at its end (D2F).
+
+        The block length is then ``visible_block``.
+        """
+        return all(layer.attention.visibility == "after-prompt" for layer in self.layers)
 
     @property
     def has_masks_last(self) -> bool:

@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
+from dlm_export.bundle.prompt_reuse import (
+    FULL_ATTENTION,
+    SEEN_PROMPT,
+    page_tokens,
+    whole_pages,
+)
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.growth import Growth, growth_of
 from dlm_export.planning.measured import Measured, interpolated_ratio
@@ -313,10 +318,15 @@ def _check_request(
         "--max-tokens": request.max_tokens is not None,
     }
     for option in (name for name, is_given in asked.items() if is_given):
-        if shape.network.visible_block is None:
-            raise PlanError(
-                f"{option} does not suit {shape.name}: {FULL_ATTENTION}; remove {option}"
-            )
+        why = (
+            FULL_ATTENTION
+            if shape.network.visible_block is None
+            else SEEN_PROMPT
+            if shape.network.blocks_after_prompt
+            else None
+        )
+        if why is not None:
+            raise PlanError(f"{option} does not suit {shape.name}: {why}; remove {option}")
         if policies[0].cache == "none":
             raise PlanError(f"{option} needs a cache, but the policy has cache=none")
         gpus = [target.name for target in targets if target.sm is not None]

@@ -79,6 +79,8 @@ def default_policy(network: NetworkSpec) -> Policy:
         return PRESETS["self-speculation"]
     if network.has_shifted_drafts:
         return PRESETS["sdlm"]
+    if network.blocks_after_prompt:
+        return PRESETS["d2f"]
     if network.noise == "uniform":
         return PRESETS["diffusion-gemma"]
     return Policy(cache="block", block_length=network.draft_block or network.visible_block)
@@ -102,6 +104,7 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
         request.max_tokens,
         network.draft_block,
         network.prompt_pass_tokens,
+        network.blocks_after_prompt,
     )
 
 

@@ -36,7 +36,8 @@ class PlannedPass:
 class Loop:
     """Everything that determines the passes of a request, apart from the request's length.
 
-    - ``visible_block``, ``shift``, ``draft_block``: the fields of the network with these names.
+    - ``visible_block``, ``shift``, ``draft_block``, ``blocks_after_prompt``: the fields of the
+      network with these names.
     - ``reused``: number of leading tokens whose keys and values are reused from other requests.
     - ``max_tokens``: the largest number of tokens in a pass over a part of a prompt. ``None`` means
       that the prompt is computed in one pass.
@@ -51,6 +52,7 @@ class Loop:
     max_tokens: int | None = None
     draft_block: int | None = None
     prompt_pass_tokens: int | None = None
+    blocks_after_prompt: bool = False
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -77,6 +79,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         visible_block=network.visible_block,
         draft_block=network.draft_block,
         shifted_drafts=network.has_shifted_drafts,
+        blocks_after_prompt=network.blocks_after_prompt,
         conditioning_size=0 if network.conditioning is None else network.hidden_size,
         expand_token_id=network.expand_token_id,
         delete_token_id=network.delete_token_id,

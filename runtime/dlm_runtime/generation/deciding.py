@@ -43,6 +43,7 @@ POLICY: dict[str, Any] = {
     "stop": "none",
     "block_length": 0,
     "sub_block_length": 0,
+    "next_block": 1.0,
 }
 """The policy of a decision: one pass predicts and commits all positions of a block."""
 _NOISE = {"remask": "noise", "steps_per_block": 1, "temperature_drop": 0.0, "stable_entropy": 0.0}
@@ -173,6 +174,7 @@ class Deciding:
         compile: Callable[[str], Constraint],
         tokenizer: Tokenizer,
         visible_block: int | None,
+        blocks_after_prompt: bool,
         has_mask_token: bool,
         given: Sequence[int],
         parts: Sequence[str | tuple[str, _Slot]],
@@ -181,6 +183,7 @@ class Deciding:
     ) -> None:
         self._compile, self._tokenizer = compile, tokenizer
         self._visible_block, self._given = visible_block, given
+        self._first_block = len(given) if blocks_after_prompt else 0
         self._policy = POLICY | ({} if has_mask_token else _NOISE)
         self._parts, self._rest = parts, rest
         self._slots = {part[0]: part[1] for part in parts if not isinstance(part, str)}
@@ -280,7 +283,8 @@ class Deciding:
         rest = self._rest or 1
         # With block-causal attention, tokens after the answer's last block have no effect.
         if self._visible_block is not None:
-            rest = min(rest, max(1, -(len(self._given) + answer) % self._visible_block))
+            end = len(self._given) + answer - self._first_block
+            rest = min(rest, max(1, -end % self._visible_block))
         return answer + rest
 
 
@@ -290,6 +294,7 @@ class Decides:
     if TYPE_CHECKING:
         _constraints: Constraints
         visible_block: int | None
+        blocks_after_prompt: bool
         mask_token_id: int
         vocab_size: int
 
@@ -414,6 +419,7 @@ class Decides:
             lambda content: self._constraints.of_decisions(tokenizer, content, chosen),
             tokenizer,
             self.visible_block,
+            self.blocks_after_prompt,
             self.mask_token_id < self.vocab_size,
             given,
             parts,

@@ -63,6 +63,7 @@ class Handle:
         self.max_canvas_length: int = info.max_canvas_length
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[: info.eos_count])
         self.visible_block: int | None = info.visible_block or None
+        self.blocks_after_prompt: bool = info.blocks_after_prompt == 1
         self.draft_block: int | None = info.draft_block or None
         self.conditioning_size: int = info.conditioning_size
         self.max_new_tokens: int = info.max_new_tokens

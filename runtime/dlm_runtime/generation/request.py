@@ -300,6 +300,7 @@ class RequestOptions(TypedDict, total=False):
     cache_delay: int
     refresh_interval: int
     finish_threshold: float
+    force_next: float
 
 
 class InfillOptions(RequestOptions, total=False):

@@ -108,7 +108,7 @@ typedef struct dlm_denoiser {
   int64_t visible_block;        /* 0..16777216. If it is 0, attention is full: every row sees all
                                    positions. If it is n > 0, attention is block-causal: position 0
                                    starts the first block of n positions, and a row does not see
-                                   later blocks */
+                                   later blocks. See also blocks_after_prompt */
   int32_t max_new_tokens;       /* length of the answers that the denoiser was trained on, in
                                    tokens; 1..16777216 (128). With full attention, a canvas starts
                                    with this many mask tokens after the given tokens, see
@@ -132,11 +132,16 @@ typedef struct dlm_denoiser {
    * Attention must be full. */
   int32_t expand_token_id;
   int32_t delete_token_id;
-  int32_t shifted_drafts; /* 1: in a draft pass, each draft row sees all rows of the pass and
-                             predicts the next position. The first draft row is the last decided
-                             token, and the others are mask tokens. Rows before it may be causal.
-                             Needs draft_block, shift 1 and a mask token. Policies need commit
-                             "longest_prefix". 0 (default): see draft_block */
+  int32_t shifted_drafts;      /* 1: in a draft pass, each draft row sees all rows of the pass and
+                                  predicts the next position. The first draft row is the last decided
+                                  token, and the others are mask tokens. Rows before it may be causal.
+                                  Needs draft_block, shift 1 and a mask token. Policies need commit
+                                  "longest_prefix". 0 (default): see draft_block */
+  int32_t blocks_after_prompt; /* 1: the positions before the first undecided one, the prompt, form
+                                  one block, and the first block of visible_block positions starts
+                                  after it. In block n after the prompt, n * max_canvas_length is
+                                  added to position_ids. Needs visible_block above 0, and
+                                  draft_block 0. 0 (default): see visible_block */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -235,8 +240,9 @@ typedef struct dlm_policy {
                         not generated either | "none": all blocks are generated */
   int32_t block_length;    /* length of a block in tokens, 0..16777216 (32). 0: all new tokens
                               are one block. With block-causal attention, the first block starts
-                              at position 0, and block_length must be a multiple of
-                              visible_block. Then the value 0 means visible_block. If the
+                              at position 0, unless blocks_after_prompt is set, and block_length
+                              must be a multiple of visible_block. Then the value 0 means
+                              visible_block. If the
                               denoiser has draft passes, the first block starts at the first
                               undecided position, and the value 0 means draft_block */
   int32_t steps_per_block; /* planned number of passes for each block, 0..16777216. 0 (default):
@@ -314,15 +320,18 @@ typedef struct dlm_policy {
                            result is an approximation, because reused keys and values also depend
                            on later tokens of the earlier request. 0 (default): the request
                            computes its whole prompt */
-  double next_block;    /* for full attention and cache "none" or "prefix": a share, 0..1 (1). When
+  double next_block;    /* for full attention and cache "none" or "prefix", and for denoisers with
+                           blocks_after_prompt and cache "none" or "block": a share, 0..1 (1). When
                            this share of the positions of a block is decided, passes also commit
                            positions of the next block. 1: a block starts when the previous block is
                            finished. Commit "entropy_threshold" with cache "prefix" needs a value
                            below 1. Below 1, the commit rule must be "threshold" or
                            "entropy_threshold". Each pass then commits at least one position of the
                            first unfinished block. With compare ">=", it always commits the position
-                           with the highest score too. After an end token, all positions become end
-                           tokens. A value below 1 cannot be combined with edits */
+                           with the highest score too. With full attention, all positions after an
+                           end token become end tokens. Otherwise, no block starts after an end
+                           token. A value below 1 cannot be combined with edits, sub-blocks or a
+                           store other than "pass" */
   double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): the amount by
                               which the temperature falls over the planned passes of a block. In
                               pass k of n, it has fallen by temperature_drop * (k - 1) / n */
@@ -344,6 +353,9 @@ typedef struct dlm_policy {
                                least this number, the pass commits all of them. 1 (default): no
                                pass does this. A lower number cannot be combined with next_block
                                below 1 or remask "noise" */
+  double force_next; /* for next_block below 1: a share, 0..1 (1). When this share of the positions
+                        of a block is decided, each pass commits at least one position of the next
+                        block. 1: only the first unfinished block has such a minimum */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

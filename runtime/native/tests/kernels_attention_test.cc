@@ -467,6 +467,8 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       std::swap(order[i], order[static_cast<size_t>(numbers.below(static_cast<int64_t>(i) + 1))]);
     for (int64_t i = 0; i < 2 * T; ++i)
       attention.positions[static_cast<size_t>(i)] = order[static_cast<size_t>(first + i % T)];
+    if (n == attention.table_rows)  // the positions contain the numbers of blocks
+      for (int64_t& position : attention.positions) position += numbers.below(4) * n;
     for (const CacheType cache : kCaches) {
       attention.cache = cache;
       attention.run(kernels, in_order);

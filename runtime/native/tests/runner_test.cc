@@ -221,7 +221,8 @@ void choose_noise(std::mt19937& random, dlm_policy& policy) {
   }
 }
 
-Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool is_noised = false) {
+Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool is_noised = false,
+               bool blocks_after_prompt = false) {
   dlm_policy policy = dlm::default_policy();
   policy.commit = any_of<const char*>(
       random, {"static", "threshold", "dynamic", "factor", "sequential", "longest_prefix"});
@@ -245,6 +246,14 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
       policy.remask = "edit";
     if (shift == 0 && std::string(policy.cache) == "block")
       policy.store = any_of<const char*>(random, {"pass", "open", "reuse"});
+    if (blocks_after_prompt && random() % 4 != 0) {
+      policy.cache = any_of<const char*>(random, {"none", "block", "block"});
+      policy.commit = "threshold", policy.remask = "none", policy.store = "pass";
+      policy.compare = any_of<const char*>(random, {">", ">="});
+      policy.next_block = any_of<double>(random, {0, 0.1, 0.3, 0.8});
+      policy.force_next = any_of<double>(random, {0.3, 0.9, 1});
+      policy.sub_block_length = 0;
+    }
   } else {
     policy.cache = any_of<const char*>(random, {"none", "prefix", "dual", "dual"});
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
@@ -259,7 +268,8 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
     }
   }
   const std::string cache = policy.cache;
-  const bool may_start_from_noise = (cache == "none" || cache == "block") && shift == 0;
+  const bool may_start_from_noise =
+      (cache == "none" || cache == "block") && shift == 0 && policy.next_block == 1;
   if (is_noised || (!is_verified && may_start_from_noise && random() % 3 == 0)) {
     choose_noise(random, policy);
   } else {
@@ -336,18 +346,20 @@ void test_random_requests(uint32_t seed, bool shares) {
                 shift = static_cast<int32_t>(random() % 2);
   const bool is_causal = visible_block == 1 && shift == 1,
              is_noised = visible_block == 1 && !is_causal && random() % 2 == 0;
-  const dlm::Denoiser whole = is_causal   ? autoregressive_denoiser()
-                              : is_noised ? noised_denoiser()
-                                          : denoiser(visible_block, shift);
+  dlm::Denoiser whole = is_causal   ? autoregressive_denoiser()
+                        : is_noised ? noised_denoiser()
+                                    : denoiser(visible_block, shift);
+  whole.blocks_after_prompt = visible_block > 1 && random() % 2 == 0;
+  const int32_t seen_block = whole.blocks_after_prompt ? kLongest : visible_block;
   // A denoiser with draft passes may have a window. Then `other` keeps the rows of all positions,
   // and `of` keeps only those in the window.
   const int32_t window =
       visible_block == 1 && !is_causal ? any_of<int32_t>(random, {0, 1, 3, 9, 20, 100}) : 0;
   dlm::Denoiser of = whole;
   of.cache = shape(window);
-  Summing engine(of.cache, visible_block, shares, is_noised, window, is_causal),
-      windowed(of.cache, visible_block, false, is_noised, window, is_causal),
-      other(whole.cache, visible_block, false, is_noised, window, is_causal);
+  Summing engine(of.cache, seen_block, shares, is_noised, window, is_causal),
+      windowed(of.cache, seen_block, false, is_noised, window, is_causal),
+      other(whole.cache, seen_block, false, is_noised, window, is_causal);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
   // A canvas needs at most 96 rows. With guidance, there are two canvases.
   const int64_t window_rows = 16 * (12 + static_cast<int64_t>(random() % 10));
@@ -358,7 +370,7 @@ void test_random_requests(uint32_t seed, bool shares) {
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
-    wishes.push_back(make_wish(random, visible_block, shift, is_noised));
+    wishes.push_back(make_wish(random, visible_block, shift, is_noised, whole.blocks_after_prompt));
     constrain(random, of.mask_token_id, wishes.back());
     jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
   };

@@ -24,6 +24,9 @@ class JudgeError(DlmError):
 class DraftPass(NamedTuple):
     """A draft pass over the positions of a canvas from ``start`` on, after a causal pass.
 
+    For a denoiser with ``blocks_after_prompt``, one pass computes the whole canvas, and ``start`` is
+    the end of the prompt.
+
     - ``temperature``: with self-conditioning, there are two draft passes. The second pass reads the
       denoiser's own predictions of the first pass, whose logits are divided by ``temperature``.
       Other denoisers ignore the temperature.
@@ -63,6 +66,7 @@ class Side(ABC):
         self.has_mask_token, self.is_verifying = c.has_mask_token, c.is_verifying
         self.resizes = c.resizes
         self.has_shifted_drafts = c.has_shifted_drafts
+        self.blocks_after_prompt = c.blocks_after_prompt
 
     def see(self, views: Sequence[View]) -> None:  # noqa: B027 (a side may need no call)
         """Compute the predictions for all canvases that will be requested later.

@@ -59,6 +59,7 @@ pub struct dlm_policy {
     pub cache_delay: i32,
     pub refresh_interval: i32,
     pub finish_threshold: f64,
+    pub force_next: f64,
 }
 
 #[repr(C)]

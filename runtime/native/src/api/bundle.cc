@@ -174,6 +174,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.expand_token_id = d.expand_token_id;
   told.delete_token_id = d.delete_token_id;
   told.shifted_drafts = d.has_shifted_drafts ? 1 : 0;
+  told.blocks_after_prompt = d.blocks_after_prompt ? 1 : 0;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

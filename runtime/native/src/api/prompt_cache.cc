@@ -11,11 +11,11 @@ namespace {
 
 PromptCacheFormat format_of(const dlm_bundle& bundle) {
   const Denoiser& denoiser = bundle.manifest.denoiser;
-  if (denoiser.visible_block == 0)
-    fail(
-        DLM_UNSUPPORTED,
-        "this denoiser has full attention, so the keys and values of a prompt depend on the tokens "
-        "after the prompt: only denoisers with block-causal attention can have a prompt cache");
+  if (!denoiser.splits_prompts())
+    fail(DLM_UNSUPPORTED,
+         "this denoiser has full attention%s, so the keys and values of a prompt depend on later "
+         "tokens: only denoisers with block-causal attention can have a prompt cache",
+         denoiser.blocks_after_prompt ? " inside the prompt" : "");
   if (!bundle.engine->takes_segments())
     fail(DLM_UNSUPPORTED,
          "this engine (%s) cannot use a prompt cache: open the bundle with engine \"onnxruntime\" "

@@ -334,6 +334,12 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.draft_block == 0 || out.shift == 0 || !out.has_mask_token())
       shifted->refuse("needs draft_block, shift 1 and a mask token");
   }
+  if (const json::Value* const after = loop.find("blocks_after_prompt"); after != nullptr) {
+    out.blocks_after_prompt = after->boolean();
+    if (!out.blocks_after_prompt) after->refuse("must be true if it is there");
+    if (out.visible_block == 0 || out.draft_block > 0)
+      after->refuse("needs visible_block, and no draft_block");
+  }
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
@@ -543,26 +549,13 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
-  loop.refuse_unknown({"vocab_size",
-                       "mask_token_id",
-                       "eos_token_ids",
-                       "unused_tokens",
-                       "expand_token_id",
-                       "delete_token_id",
-                       "max_canvas_length",
-                       "shift",
-                       "visible_block",
-                       "draft_block",
-                       "shifted_drafts",
-                       "draft_updates",
-                       "noise",
-                       "conditioning_size",
-                       "graph",
-                       "presets",
-                       "default_preset",
-                       "max_new_tokens",
-                       "effort",
-                       "engines"});
+  loop.refuse_unknown(
+      {"vocab_size",      "mask_token_id",   "eos_token_ids",     "unused_tokens",
+       "expand_token_id", "delete_token_id", "max_canvas_length", "shift",
+       "visible_block",   "draft_block",     "shifted_drafts",    "blocks_after_prompt",
+       "draft_updates",   "noise",           "conditioning_size", "graph",
+       "presets",         "default_preset",  "max_new_tokens",    "effort",
+       "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -671,6 +664,10 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
       (d.draft_block == 0 || d.shift == 0 || d.mask_token_id == d.vocab_size))
     fail(DLM_INVALID_ARGUMENT,
          "dlm_denoiser: shifted_drafts needs draft_block, shift 1 and a mask token");
+  in_range("blocks_after_prompt", d.blocks_after_prompt, 0, 1);
+  if (d.blocks_after_prompt == 1 && (d.visible_block == 0 || d.draft_block > 0))
+    fail(DLM_INVALID_ARGUMENT,
+         "dlm_denoiser: blocks_after_prompt needs visible_block above 0, and draft_block 0");
   if ((d.eos_count > 0) != (d.eos_token_ids != nullptr))
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is %s, but eos_count is %zu",
          d.eos_token_ids == nullptr ? "NULL" : "set", d.eos_count);
@@ -686,6 +683,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   out.draft_block = static_cast<int32_t>(d.draft_block);
   out.conditioning_size = static_cast<int32_t>(d.conditioning_size);
   out.has_shifted_drafts = d.shifted_drafts == 1;
+  out.blocks_after_prompt = d.blocks_after_prompt == 1;
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

@@ -120,16 +120,23 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   return std::min(taken, size);
 }
 
-void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
+void choose_ahead(const Policy& policy, const std::vector<double>& scores,
+                  const std::vector<std::pair<int32_t, int32_t>>& forced,
                   std::vector<int32_t>& chosen) {
-  const int32_t taken = choose(policy, scores, 1, chosen);
-  const auto is_first = [&](int32_t row) { return static_cast<size_t>(row) < first; };
-  const int32_t best = *std::find_if(chosen.begin(), chosen.end(), is_first);
-  // If the policy compares with `>` and the best score is too low, only a position of the first
-  // block commits. d3LLM's code for Dream does this, and its code for LLaDA does not.
-  const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[chosen[0]]);
-  chosen.resize(is_low ? 0 : static_cast<size_t>(taken));
-  if (std::none_of(chosen.begin(), chosen.end(), is_first)) chosen.push_back(best);
+  std::vector<int32_t> ranked;
+  const int32_t taken = choose(policy, scores, 1, ranked);
+  // If the policy compares with `>` and the best score is too low, only positions of the forced
+  // blocks commit. The code of D2F and d3LLM's code for Dream do this, and d3LLM's code for LLaDA
+  // does not.
+  const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[ranked[0]]);
+  chosen.assign(ranked.begin(), ranked.begin() + (is_low ? 0 : taken));
+  for (const auto& [first, last] : forced) {
+    const auto is_inside = [first = first, last = last](int32_t row) {
+      return row >= first && row < last;
+    };
+    if (std::none_of(chosen.begin(), chosen.end(), is_inside))
+      chosen.push_back(*std::find_if(ranked.begin(), ranked.end(), is_inside));
+  }
 }
 
 }  // namespace dlm

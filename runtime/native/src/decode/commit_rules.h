@@ -2,8 +2,8 @@
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
-// (arXiv:2601.07568), SDLM (arXiv:2509.24007) and the released code of DiffusionGemma.
-// exporter/dlm_export/network/commit_rules.py implements the same rules in Python.
+// (arXiv:2601.07568), D2F (arXiv:2508.09192), SDLM (arXiv:2509.24007) and the released code of
+// DiffusionGemma. exporter/dlm_export/network/commit_rules.py implements the same rules in Python.
 //
 // The rules use only the scores of positions. A proposer computes the scores. So the same rules
 // work with every proposer: argmax, sampling and constraints.
@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace dlm {
@@ -78,10 +79,11 @@ double fraction_of(double score);
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 
-// Chooses the rows that commit if passes decide positions of several blocks (next_block). The first
-// `first` rows belong to the first block. Fills `chosen` with the chosen rows. At least one of them
-// belongs to the first block.
-void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
+// Chooses the rows that commit if passes decide positions of several blocks (next_block). Fills
+// `chosen` with the chosen rows. `forced` contains ranges of rows (first, last), each the rows of a
+// block, of which at least one row commits.
+void choose_ahead(const Policy& policy, const std::vector<double>& scores,
+                  const std::vector<std::pair<int32_t, int32_t>>& forced,
                   std::vector<int32_t>& chosen);
 
 }  // namespace dlm

@@ -135,7 +135,7 @@ Pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
     const Request& request = row.member == nullptr ? members.front()->request : row.member->request;
     const size_t canvas = row.member == nullptr ? 0 : row.canvas;
     pieces.push_back({&request.canvas(canvas), rows, stage.draft_rows(), stage.is_updated,
-                      &request.conditioning()});
+                      &request.conditioning(), request.first_block()});
   }
   Pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;

@@ -45,8 +45,12 @@ Pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, in
     const int64_t moved = longest * (1 + int{piece.is_updated});
     buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
                              piece.canvas->begin() + last);
-    for (int32_t i = first; i < last; ++i)
-      buffers.position_ids.push_back((i < piece.draft_rows ? 0 : moved) + i);
+    const auto move_of = [&](int32_t i) {
+      if (!denoiser.blocks_after_prompt) return i < piece.draft_rows ? 0 : moved;
+      const int32_t after = i - piece.first_block;
+      return after < 0 ? 0 : longest * (1 + after / denoiser.visible_block);
+    };
+    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(move_of(i) + i);
   }
   Pass pass{};
   pass.struct_size = sizeof(dlm_pass);

@@ -64,6 +64,8 @@ class Stopwatch {
 // Positions of one canvas that a pass computes. The rows from the position `draft_rows` on are
 // draft rows. Denoiser::draft_block says which rows they see. If is_updated is true, they use the
 // low-rank updates of the denoiser. If drafts are causal, they always use them.
+//
+// If the denoiser has blocks_after_prompt, `first_block` is the end of the prompt.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
@@ -71,6 +73,7 @@ struct Piece {
   bool is_updated = false;
   // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
   const std::vector<float>* conditioning = nullptr;
+  int32_t first_block = INT32_MAX;
 };
 
 // Prepares a pass of batch size `batch` over the pieces. Sets only the inputs of the pass;

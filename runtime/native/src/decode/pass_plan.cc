@@ -26,7 +26,7 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
       static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
   const int32_t block_length =
       policy.block_length > 0 ? policy.block_length : std::max(1, length - origin);
-  if (denoiser.visible_block > 1) origin -= origin % block_length;
+  if (denoiser.visible_block > 1 && !denoiser.blocks_after_prompt) origin -= origin % block_length;
   const auto count =
       static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
   if (steps > 0 && steps < count)
@@ -64,7 +64,7 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
                   last = policy.cache == Cache::prefix ? length : block.range.last;
     // With next_block below 1, the request chooses the rows of each pass (Request::choose_rows).
     if (policy.cache == Cache::none || policy.next_block < 1) {
-      add(whole, false, true);
+      add(policy.cache == Cache::block ? block.range : whole, false, true);
       continue;
     }
     const bool is_whole = policy.refresh == 0 || before == nullptr;
@@ -119,8 +119,9 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     const Range once{};
     while (has_cache && stored < start) {
       const int32_t wanted = is_opened ? end : start;
-      const int32_t at_once =
-          stored + tokens_at_once(engine, wanted - stored, stored, denoiser.visible_block);
+      // If a prompt is one block, one pass computes it.
+      const int32_t least = denoiser.splits_prompts() ? denoiser.visible_block : wanted - stored;
+      const int32_t at_once = stored + tokens_at_once(engine, wanted - stored, stored, least);
       if (is_opened && at_once == end) {
         // This pass also stores the rows of the block itself. Later passes over the block overwrite
         // these rows.
@@ -296,11 +297,10 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
            "full: set block_length = %d instead",
            policy.sub_block_length, policy.sub_block_length);
   } else {
-    if (policy.next_block < 1)
+    if (policy.next_block < 1 && !denoiser.blocks_after_prompt)
       fail(DLM_UNSUPPORTED,
-           "policy: next_block = %.10g needs full attention, but this denoiser's is block-causal, "
-           "so "
-           "a block cannot start before the block before it is finished: use next_block = 1",
+           "policy: next_block = %.10g needs full attention, or block-causal attention in blocks "
+           "that start at the end of the prompt, and this denoiser has neither: use next_block = 1",
            policy.next_block);
     if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,
@@ -333,7 +333,7 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
     }
   }
   if (shift == 0) return policy;
-  if (policy.next_block < 1 && policy.cache != Cache::none)
+  if (policy.next_block < 1 && policy.cache == Cache::prefix)
     fail(DLM_UNSUPPORTED,
          "policy: next_block = %.10g with a cache needs each row to predict its own position, but "
          "this denoiser's rows predict the next position: use cache = \"none\"",
@@ -360,7 +360,7 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
   if (policy.commit == Commit::verify || denoiser.has_shifted_drafts)
     return plan_prompt(undecided, policy, denoiser, steps, engine);
   const std::vector<Block> blocks = find_blocks(undecided, policy, denoiser, steps);
-  return denoiser.visible_block == 0
+  return denoiser.visible_block == 0 || policy.next_block < 1
              ? plan_full(blocks, policy, length, denoiser.shift)
              : plan_block_causal(blocks, undecided, policy, denoiser, engine);
 }

@@ -17,6 +17,8 @@
 //   - `prefix` with `next_block` below 1 (d3LLM, arXiv:2601.07568): passes run from the first
 //     position that is not cached to the end of the canvas. Request::choose_rows chooses the rows
 //     of each pass.
+//   - `block` with `next_block` below 1 (D2F, arXiv:2508.09192): exact for block-causal attention.
+//     Request::choose_rows chooses the rows of each pass.
 //   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
 //     and reads the cached rows of the finished blocks. One more pass stores each finished block.
 //   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but each block is divided into
@@ -124,10 +126,10 @@ inline int32_t causal_shift(const Policy& policy, const Denoiser& denoiser) {
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
 // come from suit_policy. The first block starts at the first undecided position. With block-causal
-// attention (visible_block above 1), it starts at the last multiple of the block length up to this
-// position. If `steps` is above 0, `steps` is the number of passes planned for all blocks together.
-// The plan stores the cache rows of the prompt before the first block in as few passes as the
-// engine allows. Throws an Error with status DLM_INVALID_ARGUMENT.
+// attention (visible_block above 1, no blocks_after_prompt), it starts at the last multiple of the
+// block length up to this position. If `steps` is above 0, `steps` is the number of passes planned
+// for all blocks together. The plan stores the cache rows of the prompt before the first block in
+// as few passes as the engine allows. Throws an Error with status DLM_INVALID_ARGUMENT.
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine);
 

@@ -50,11 +50,17 @@ void check_ahead(const Policy& policy, const char* commit) {
          "policy: next_block = %.10g needs commit = \"threshold\" or \"entropy_threshold\", not "
          "\"%s\": set one of these, or next_block = 1",
          policy.next_block, commit);
-  if (policy.cache != Cache::none && policy.cache != Cache::prefix)
+  if (policy.cache == Cache::dual || policy.cache == Cache::block_dual)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: next_block = %.10g decides positions of several blocks: use cache = \"none\" or "
-         "\"prefix\", or next_block = 1",
+         "policy: next_block = %.10g decides positions of several blocks: use cache = \"none\", "
+         "\"prefix\" or \"block\", or next_block = 1",
          policy.next_block);
+  if (policy.store != Store::pass || policy.sub_block_length > 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g cannot be combined with %s, or use next_block = 1",
+         policy.next_block,
+         policy.store != Store::pass ? "this store: use store = \"pass\""
+                                     : "sub-blocks: use sub_block_length = 0");
   if (policy.refresh > 0)
     fail(DLM_INVALID_ARGUMENT,
          "policy: next_block = %.10g cannot be combined with refresh: use refresh = 0 and "

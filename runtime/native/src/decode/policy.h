@@ -84,7 +84,8 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   NUMBER(stable_passes, int32_t, 1, 0, 1 << 24)    \
   NUMBER(cache_delay, int32_t, 0, 0, 1 << 24)      \
   NUMBER(refresh_interval, int32_t, 0, 0, 1 << 24) \
-  NUMBER(finish_threshold, double, 1, 0, 1)
+  NUMBER(finish_threshold, double, 1, 0, 1)        \
+  NUMBER(force_next, double, 1, 0, 1)
 
 // A policy whose fields check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {

@@ -48,7 +48,7 @@ bool PrefixReuse::fill_alike(const Request& mine, const Request& theirs, int32_t
 
 int32_t Request::reusable() const {
   if (!has_cache() || done()) return 0;
-  if (denoiser_.visible_block == 0)
+  if (!denoiser_.splits_prompts())
     // Only the first pass computes the cache rows before the returned position.
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
@@ -73,7 +73,7 @@ void Request::skip_stored(int32_t rows) {
 
 int32_t Request::exact_after(int32_t exact) const {
   const Stage& now = stage();
-  if (denoiser_.visible_block == 0) return keeps_rows(now.use) ? reusable() : exact;
+  if (!denoiser_.splits_prompts()) return keeps_rows(now.use) ? reusable() : exact;
   // A later pass stores drafted rows again.
   const int32_t last = now.is_draft ? now.rows.first + now.causal_rows : now.rows.last;
   if (now.use != CacheUse::append || now.rows.first > exact) return exact;

@@ -72,9 +72,17 @@ void Request::check_limits() const {
   if (!plan.empty() && plan.back().block.last < length) plan_largest(plan, plan.back().block.last);
   if (is_ahead() && has_cache()) {
     // choose_rows() changes the rows of each pass. A pass may start at any block.
+    const bool is_causal = denoiser_.visible_block > 0;
+    if (is_causal && !plan.empty()) {  // only the first pass computes the prompt
+      plan.resize(1);
+      plan.front().rows = {0, plan.front().block.last};
+      plan.front().cached = 0;
+    }
     for (const Stage& stage : plan_) {
       plan.push_back(stage);
-      plan.back().rows.first = plan.back().cached = stage.block.first;
+      const int32_t first = std::max(0, stage.block.first - (is_causal ? denoiser_.shift : 0));
+      plan.back().rows = {first, length};
+      plan.back().cached = first;
     }
   }
   for (const Stage& stage : plan) {
@@ -84,7 +92,7 @@ void Request::check_limits() const {
     // The opening pass of a block (see pass_plan.h) decides at least one position. So each later
     // pass of the block scores at least one position fewer.
     if (is_full && stage.is_repeated()) --rows;
-    if (is_ahead()) rows = count_undecided({stage.decided.first, length});
+    if (is_ahead()) rows = count_undecided({stage.decided.first, stage.rows.last});
     if (is_full && rows == 0) continue;
     if (may_edit(stage)) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine_.max_rows(tokens, stage.cached)) continue;
@@ -168,7 +176,7 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   ++(is_editing_ ? edits_ : step_);
   view_start_ = stage().block.first;
   view_end_ = is_ahead() ? window().last : stage().block.last;
-  if (is_ahead()) close();
+  if (is_ahead() && denoiser_.visible_block == 0) close();
   settle(&predictions);
 }
 

@@ -68,6 +68,8 @@ class Request {
   // allows approximate rows.
   int32_t reusable() const;
   int32_t prefix_group() const { return prefix_group_; }
+  // The first position of the first block. Call this function only if the plan is not empty.
+  int32_t first_block() const { return plan_.front().block.first; }
   // Returns true if the next pass stores the cache rows of positions before the first block.
   bool is_filling() const {
     return stage().use == CacheUse::append && stage().kind == PassKind::prefill &&
@@ -178,7 +180,14 @@ class Request {
                       : stage().decided;
   }
   void widen();
+  // Returns the share of the positions of a stage that is decided.
+  double decided_share(size_t number) const {
+    const Range range = plan_[number].decided;
+    return 1 - static_cast<double>(count_undecided(range)) / range.tokens();
+  }
+  std::vector<std::pair<int32_t, int32_t>> find_forced() const;
   void choose_rows();
+  void choose_approximate_rows(Stage& now);
   void close();
   // Turn::passes is planned_nfe(), so that random numbers do not depend on which rows were already
   // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
@@ -210,7 +219,8 @@ class Request {
   void resize();
   // Replaces the position `at` by `count` undecided mask tokens.
   void replace(int32_t at, size_t count);
-  bool has_end() const;
+  // Returns true if one of the first `length` positions contains a generated end token.
+  bool has_end(size_t length) const;
   // Puts an end token at the last position if the policy reserves this position. The request treats
   // this token as given by the caller.
   void reserve();
@@ -284,9 +294,9 @@ class Request {
   // passes that the request has made.
   int32_t edits_ = 0, nfe_ = 0;
   // For next_block below 1 and a cache. cached_: number of leading positions whose rows later
-  // passes read. has_rows_: a pass has stored rows. decided_at_: the number of the first pass
-  // before which all positions of the next uncached block were decided, or -1. The prompt has the
-  // number 0.
+  // passes read. Only cache "prefix" uses the others. has_rows_: a pass has stored rows.
+  // decided_at_: the number of the first pass before which all positions of the next uncached block
+  // were decided, or -1. The prompt has the number 0.
   int32_t cached_ = 0, decided_at_ = 0;
   bool has_rows_ = false;
   // The number of passes that skip_stored() removed, minus the number of passes that

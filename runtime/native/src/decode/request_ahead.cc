@@ -1,30 +1,65 @@
-// Passes that decide positions of several blocks (d3LLM).
+// Passes that decide positions of several blocks (D2F, d3LLM).
+#include <algorithm>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "decode/request.h"
 
 namespace dlm {
 
 // Called before a pass over several blocks. If enough positions of the last of these blocks are
-// decided, later passes also decide positions of the next block (d3LLM).
+// decided, and none of them contains an end token, later passes also decide positions of the next
+// block.
 void Request::widen() {
-  if (has_cache()) choose_rows();
-  if (last_stage_ < stage_) {
+  if (last_stage_ < stage_)
     last_stage_ = stage_;
-    return;
-  }
-  const Range last = plan_[last_stage_].decided;
-  const double decided = 1 - static_cast<double>(count_undecided(last)) / last.tokens();
-  if (last_stage_ + 1 < plan_.size() && decided >= policy_.next_block) ++last_stage_;
+  else if (last_stage_ + 1 < plan_.size() && decided_share(last_stage_) >= policy_.next_block &&
+           (policy_.stop == Stop::none || !has_end(plan_[last_stage_].block.last)))
+    ++last_stage_;
+  if (has_cache()) choose_rows();
 }
 
-// Chooses the rows of the next pass if passes decide positions of several blocks and use a cache
-// (d3LLM). The cache contains the prompt and decided blocks. The rows of a block are stored
-// `cache_delay` passes after the block was found to be decided. Until then, passes run the whole
-// canvas, because the rows of other blocks may still change. Each pass whose number is a multiple
-// of `refresh_interval` computes all cached rows again.
+// Returns the rows of the blocks in which the pass must commit a position: those of the first
+// block, and those of a block after which `force_next` of the block before is decided.
+std::vector<std::pair<int32_t, int32_t>> Request::find_forced() const {
+  std::vector<std::pair<int32_t, int32_t>> found;
+  for (size_t number = stage_; number <= last_stage_; ++number) {
+    const bool is_forced = number == stage_ || (policy_.force_next < 1 &&
+                                                decided_share(number - 1) >= policy_.force_next);
+    const auto row_at = [&](int32_t position) {
+      const auto at = std::lower_bound(positions_.begin(), positions_.end(), position);
+      return static_cast<int32_t>(at - positions_.begin());
+    };
+    const Range block = plan_[number].decided;
+    const std::pair<int32_t, int32_t> rows{row_at(block.first), row_at(block.last)};
+    if (is_forced && rows.first < rows.second) found.push_back(rows);
+  }
+  return found;
+}
+
+// Chooses the rows of the next pass if passes decide positions of several blocks and use a cache.
+// With block-causal attention, the pass runs all started blocks that are not cached, and stores the
+// decided blocks at their start (D2F). A shifted denoiser predicts a position in the row before it,
+// so the last row before the first unfinished block is computed in every pass.
 void Request::choose_rows() {
   Stage& now = plan_[stage_];
+  if (denoiser_.visible_block == 0) return choose_approximate_rows(now);
+  const int32_t stored = std::max(0, now.block.first - denoiser_.shift);
+  now.rows = {cached_, plan_[last_stage_].block.last};
+  now.cached = cached_;
+  now.use = stored > cached_ ? CacheUse::append : cached_ > 0 ? CacheUse::read : CacheUse::none;
+  now.kind = stored == cached_ ? PassKind::denoise
+             : cached_ == 0    ? PassKind::prefill
+                               : PassKind::store;
+  cached_ = stored;
+}
+
+// The same for full attention (d3LLM). The cache contains the prompt and decided blocks. The rows
+// of a block are stored `cache_delay` passes after the block was found to be decided. Until then,
+// passes run the whole canvas, because the rows of other blocks may still change. Each pass whose
+// number is a multiple of `refresh_interval` computes all cached rows again.
+void Request::choose_approximate_rows(Stage& now) {
   const auto length = static_cast<int32_t>(canvas_.size());
   const int32_t number = nfe_ + 1;
   int32_t last = cached_;
@@ -57,8 +92,8 @@ void Request::choose_rows() {
   }
 }
 
-// Called after a pass over several blocks. If the policy stops at end tokens, all positions after
-// the first generated end token become end tokens, as in d3LLM's code.
+// Called after a pass over several blocks with full attention. If the policy stops at end tokens,
+// all positions after the first generated end token become end tokens, as in d3LLM's code.
 void Request::close() {
   if (policy_.stop == Stop::none) return;
   bool is_ended = false;

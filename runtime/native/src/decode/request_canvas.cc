@@ -24,7 +24,7 @@ void Request::extend(size_t length) {
 
 bool Request::grow() {
   const auto length = static_cast<int32_t>(canvas_.size());
-  if (length == longest_ || denoiser_.resizes() || has_end()) return false;
+  if (length == longest_ || denoiser_.resizes() || has_end(canvas_.size())) return false;
   if (is_reserved_) {
     canvas_.back() = denoiser_.mask_token_id;
     undecided_.back() = 1;
@@ -77,8 +77,8 @@ void Request::replace(int32_t at, size_t count) {
         static_cast<int32_t>(canvas_.size());
 }
 
-bool Request::has_end() const {
-  for (size_t at = 0; at < canvas_.size(); ++at)
+bool Request::has_end(size_t length) const {
+  for (size_t at = 0; at < length; ++at)
     if (!is_given_[at] && denoiser_.is_end(canvas_[at])) return true;
   return false;
 }

@@ -88,9 +88,7 @@ int32_t Request::planned(int32_t left) const {
 
 void Request::commit(const Predictions& predictions, const Proposals& proposals) {
   if (is_ahead()) {
-    const auto later = std::lower_bound(positions_.begin(), positions_.end(), stage().decided.last);
-    choose_ahead(policy_, proposals.scores, static_cast<size_t>(later - positions_.begin()),
-                 order_);
+    choose_ahead(policy_, proposals.scores, find_forced(), order_);
   } else {
     choose_commits(proposals);
   }

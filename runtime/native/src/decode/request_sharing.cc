@@ -32,7 +32,7 @@ bool Request::fits(const Request& other) const {
 
 void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost) {
   const int32_t block = denoiser_.visible_block;
-  if (block == 0) return;
+  if (!denoiser_.splits_prompts()) return;
   std::vector<Stage> plan;
   for (Stage stage : plan_) {
     const auto fits = [&](int32_t tokens) {

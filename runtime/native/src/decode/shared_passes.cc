@@ -107,7 +107,7 @@ class SharedPasses final : public PassMaker {
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
         pieces.push_back({&request.canvas(number), stage.rows, stage.draft_rows(), stage.is_updated,
-                          &request.conditioning()});
+                          &request.conditioning(), request.first_block()});
         for (const int32_t position : request.positions())
           buffers.score_rows.push_back(first + request.row_of(position));
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,

@@ -109,6 +109,13 @@ struct Denoiser {
   // decided token, and the others are mask tokens. They see all rows of the pass. The rows before
   // them are causal, and store decided tokens.
   bool has_shifted_drafts = false;
+  // True if the positions before the first undecided one form one block, and the first block of
+  // visible_block positions starts after them (D2F).
+  bool blocks_after_prompt = false;
+
+  // Returns true if the cached rows of a prompt's first blocks do not depend on later tokens. So
+  // several passes can compute the prompt, and requests can share its rows.
+  bool splits_prompts() const { return visible_block > 0 && !blocks_after_prompt; }
 
   bool resizes() const { return expand_token_id >= 0; }
 

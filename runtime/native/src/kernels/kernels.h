@@ -202,11 +202,13 @@ enum class CacheType { fp32, fp16, int8 };
 //
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
-// new rows of its own block and of earlier blocks. If has_drafts is true, visible_block must be 1.
-// Then table_rows or 2 * table_rows is added to the positions of draft passes, and a query of a
-// draft pass sees all new rows. If window is not 0, a query sees only the new rows that are at most
-// `window` positions away. In this case, visible_block must be 0, and there must be no cached rows.
-// If there are segments, B is 1, and a query sees only the rows of its own request.
+// new rows of its own block and of earlier blocks. If visible_block is table_rows, n * table_rows
+// is added to the positions of block n, which may have any length up to table_rows. If has_drafts
+// is true, visible_block must be 1. Then table_rows or 2 * table_rows is added to the positions of
+// draft passes, and a query of a draft pass sees all new rows. If window is not 0, a query sees
+// only the new rows that are at most `window` positions away. In this case, visible_block must be
+// 0, and there must be no cached rows. If there are segments, B is 1, and a query sees only the
+// rows of its own request.
 //
 // The kernel uses cached rows as they are stored. Storing may round numbers. If visible_block is
 // not 0, the kernel rounds new rows in the same way before it uses them. So the result does not
@@ -292,16 +294,15 @@ struct CachedAttention {
   bool is_draft(int64_t position) const { return has_drafts && position >= table_rows; }
   // Returns the row of the cos and sin tables for a position.
   int64_t table_row(int64_t position) const {
-    return is_draft(position) ? position % table_rows : position;
+    return position < table_rows ? position : position % table_rows;
   }
 
-  // Returns the last position that a query at `position` sees. This is at most the last position of
-  // the cos and sin tables. In a draft pass, 2 * table_rows is added to this position.
+  // Returns the last position that a query at `position` sees.
   int32_t last_seen(int64_t position) const {
     if (is_draft(position)) return static_cast<int32_t>(3 * table_rows - 1);
     const int64_t end =
         visible_block == 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
-    return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
+    return static_cast<int32_t>((end < INT32_MAX ? end : INT32_MAX) - 1);
   }
 
   // Returns the first position that a query at `position` sees. Drafted tokens see all tokens of
@@ -314,9 +315,8 @@ struct CachedAttention {
   // Returns true if new rows are rounded before the kernel uses them.
   bool reads_rounded() const { return visible_block != 0; }
 
-  // Returns true if the cos and sin tables contain a row for every position. table_rows or
-  // 2 * table_rows may be added to the positions of draft passes. The kernel must not run
-  // otherwise.
+  // Returns true if the cos and sin tables contain a row for every position. The kernel must not
+  // run otherwise.
   bool is_in_table() const;
 };
 

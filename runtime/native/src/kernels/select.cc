@@ -18,7 +18,9 @@
 namespace dlm {
 
 bool CachedAttention::is_in_table() const {
-  const int64_t end = has_drafts ? 3 * table_rows : table_rows;
+  const int64_t end = has_drafts                    ? 3 * table_rows
+                      : visible_block == table_rows ? INT32_MAX - 1
+                                                    : table_rows;
   return std::all_of(positions, positions + batch * tokens,
                      [&](int64_t at) { return at >= 0 && at < end; });
 }
