@@ -61,7 +61,11 @@ def compile_parts(
 
 
 def run_with(
-    constraint: Constraint, logits: np.ndarray, visible_block: int | None = None
+    constraint: Constraint,
+    logits: np.ndarray,
+    visible_block: int | None = None,
+    *,
+    blocks_after_prompt: bool = False,
 ) -> Generation:
     """Run a decision after a prompt of one token.
 
@@ -69,7 +73,7 @@ def run_with(
     """
 
     def run(p: CallbackPass) -> None:
-        rows = logits[p.position_ids[p.score_rows] - 1].astype(np.float64)
+        rows = logits[p.position_ids[p.score_rows] % info.max_canvas_length - 1].astype(np.float64)
         if p.logits is not None:
             p.logits[:] = rows
         rows[:, MASK] = -np.inf
@@ -85,6 +89,7 @@ def run_with(
         max_canvas_length=64,
         eos_token_ids=ENDS,
         visible_block=visible_block,
+        blocks_after_prompt=blocks_after_prompt,
     )
     with from_callback(info, run) as bundle:
         made = bundle.generate(
@@ -244,12 +249,18 @@ def test_probabilities_equal_brute_force(
     questions=QUESTIONS,
     between=st.sampled_from(['"', '","', ","]),
     block=st.integers(2, 4),
+    after_prompt=st.booleans(),
     seed=st.integers(0, 10_000),
     kind=KINDS,
 )
 @settings(max_examples=100)
 def test_block_causal_probabilities_equal_brute_force(
-    questions: list[list[str]], between: str, block: int, seed: int, kind: type[Vocabulary]
+    questions: list[list[str]],
+    between: str,
+    block: int,
+    after_prompt: bool,
+    seed: int,
+    kind: type[Vocabulary],
 ) -> None:
     """With block-causal attention, each block of the answer takes one pass.
 
@@ -260,10 +271,11 @@ def test_block_causal_probabilities_equal_brute_force(
     answers = Answers(parts, False, kind(TOKENS))
     room = max(map(len, answers.picked)) + 1  # room for every answer, even with one token per byte
     logits = random_logits(room, 2.0, seed)
-    made = run_with(compile_parts(parts, False, kind), logits, block)
+    constraint = compile_parts(parts, False, kind)
+    made = run_with(constraint, logits, block, blocks_after_prompt=after_prompt)
     wanted = [[1 / size] * size for size in answers.sizes]
     before = b""
-    starts = [1, *range(block, room + 1, block)]
+    starts = [1, *range(1 + block if after_prompt else block, room + 1, block)]
     for start, end in zip(starts, [*starts[1:], room + 1], strict=True):
         rows = logits[start - 1 : end - 1]
         weights = answers.weights(before, rows, is_last=end == room + 1)

@@ -499,6 +499,8 @@ class Bundle(Decides, UsesPromptCaches):
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
         """Run one full pass over a canvas and return the raw logits. Mask tokens are not filled.
 
+        With ``blocks_after_prompt``, the prompt ends before the first mask token.
+
         Args:
             tokens: Token ids ``[L]``.
             rows: The rows to return, 0..L-1. If None, all rows. If the denoiser's shift is 1, row ``i`` predicts

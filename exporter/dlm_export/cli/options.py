@@ -188,7 +188,7 @@ SOURCE_OPTIONS = (
         metavar="KEY",
         help="Build although config.json has this unknown key; repeatable.",
     ),
-    text("--family", "Family of a Qwen2ForCausalLM checkpoint: open-dcoder."),
+    text("--family", "Family that config.json does not name: d2f, open-dcoder."),
 )
 TEXT_OPTIONS = (
     number(

@@ -21,6 +21,7 @@ from dlm_export.families import (
     a2d,
     bert,
     coda,
+    d2f,
     diffusion_gemma,
     dream,
     fast_dllm_v2,
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
+        d2f.FAMILY,  # after LLaDA and Dream, which have the same class names
         *(
             sdar.FAMILY,
             sdar.MIXTURE_FAMILY,

@@ -172,7 +172,7 @@ class Family:
     tensors.
     """
     is_ambiguous: bool = False
-    """True if the family's architectures are also the names of networks that are no denoisers.
+    """True if the family's architectures are also the names of other networks.
 
     Users must then name the family with the option ``--family``.
     """

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from dlm_export.network.linear import (
     updates_of,
 )
 from dlm_export.network.norms import RMSNorm, make_norm, unit_norm
+from dlm_export.network.pass_plan import Span
 from dlm_export.network.rope_scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
@@ -640,5 +642,7 @@ class Denoiser(nn.Module):
         Row i contains the logits that the network computes at position i. If ``shift`` is 1, these
         logits predict the token at position i + 1.
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        spans = [Span.of_canvas(self.network, canvas) for canvas in input_ids.cpu().numpy()]
+        ids = np.stack([span.ids(self.network) for span in spans])
+        positions = torch.from_numpy(ids).to(input_ids.device)
         return self.project(self.hidden(input_ids, positions)[0])

@@ -219,13 +219,13 @@ class Layered:
 
     def positions(self, batch: Batch) -> Tensor:
         """Return the position ids of a batch of whole canvases, ``[B, L]`` (see ``Span.ids``)."""
-        length = batch.ids.shape[1]
-        found = torch.arange(length, device=self.device)
-        if batch.draft_start is not None:
-            span = Span.of_draft(self.network, batch.draft_start, length, batch.is_updated)
-            drafted = torch.from_numpy(span.ids(self.network)).to(self.device)
-            found = torch.cat((found[: batch.draft_start], drafted))
-        return found.expand_as(batch.ids)
+        spans = [Span.of_canvas(self.network, canvas) for canvas in batch.ids.numpy()]
+        found = np.stack([span.ids(self.network) for span in spans])
+        if (start := batch.draft_start) is not None:
+            length = batch.ids.shape[1]
+            span = Span.of_draft(self.network, start, length, batch.is_updated)
+            found[:, start:] = span.ids(self.network)
+        return torch.from_numpy(found).to(self.device)
 
     def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
         """Return all arguments of layer ``i`` except the hidden states of a batch.

@@ -97,6 +97,17 @@ class Span:
             found[self.draft_start - self.first :] += times * network.max_canvas_length
         return found
 
+    @classmethod
+    def of_canvas(cls, network: NetworkSpec, canvas: np.ndarray) -> Span:
+        """Return the span of a pass over a whole canvas ``[L]``, outside the loop.
+
+        With ``blocks_after_prompt``, the prompt ends before the first mask token.
+        """
+        if not network.blocks_after_prompt:
+            return cls(0, len(canvas), "drop")
+        masks = np.flatnonzero(canvas == network.mask_token_id)
+        return cls(0, len(canvas), "drop", prompt=int(masks[0]) if len(masks) else len(canvas))
+
     @property
     def draft_start(self) -> int:
         """The position of the first draft row, in a pass with draft rows."""

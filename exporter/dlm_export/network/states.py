@@ -22,7 +22,8 @@ def features_of(
     """
     device = denoiser.embed.weight.device
     ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0).to(device)
-    positions = torch.arange(ids.shape[1], device=device).unsqueeze(0)
+    places = Span.of_canvas(denoiser.network, np.asarray(canvas)).ids(denoiser.network)
+    positions = torch.from_numpy(places).to(device).unsqueeze(0)
     if draft is None:
         return denoiser.hidden(ids, positions)[0][0, rows.to(device)]
     start, past, conditioning = draft.start, None, None

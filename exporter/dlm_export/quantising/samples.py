@@ -123,6 +123,8 @@ def threshold_preset(
         chosen = "self-speculation"
     elif name is None and network.has_shifted_drafts:
         chosen = "sdlm"
+    elif name is None and network.blocks_after_prompt:
+        chosen = "d2f"
     elif name is None and network.draft_block is not None:
         chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
@@ -219,7 +221,10 @@ def trajectories(
         policy = replace(policy, steps_per_block=min(policy.steps_per_block, TRAJECTORY_PASSES))
     if policy.commit == "threshold":
         policy = replace(
-            policy, commit="dynamic", steps_per_block=min(block_length, TRAJECTORY_PASSES)
+            policy,
+            commit="dynamic",
+            steps_per_block=min(block_length, TRAJECTORY_PASSES),
+            next_block=1.0,
         )
 
     def start(sample: Sample) -> Canvas:

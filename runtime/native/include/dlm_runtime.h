@@ -1073,7 +1073,8 @@ DLM_API void dlm_session_cancel(dlm_session* session, size_t number);
 /* Runs one full pass over tokens [count], without filling mask tokens. Writes the raw logits
  * [row_count, V] of the given rows to `logits`. A row is the index of a position, 0..count-1, even
  * if dlm_denoiser.shift is 1. row_count is 1..count. `capacity` is the number of floats that fit
- * into `logits`. If a request is running, the session drops it. */
+ * into `logits`. If a request is running, the session drops it. With blocks_after_prompt, the
+ * prompt ends before the first mask token. */
 DLM_API dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,
                                       const int32_t* rows, size_t row_count, float* logits,
                                       size_t capacity);

@@ -15,6 +15,7 @@ rounds in the same way as torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,15 @@ class CachedPredictor(SweptPredictor):
         one element of ``rows``.
         """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
-        origin = int(rows[0]) if self.visible_block is None else 0
+        whole = Span.of_canvas(self.layered.network, canvas)
+        origin = int(rows[0]) if self.visible_block is None else whole.prompt or 0
         numbers = (rows - origin) // size
-        walk = [Step(canvas, Span(0, length, "keep"), rows[:0])]
+        walk = [Step(canvas, replace(whole, kept="keep"), rows[:0])]
         for number in np.unique(numbers):
-            first = int(origin + number * size)
+            first = max(0, int(origin + number * size))  # the last row of a prompt may be scored
             last = min(first + size, length) if self._policy.cache == "dual" else length
-            walk.append(Step(canvas, Span(first, last, "drop"), rows[numbers == number]))
+            span = replace(whole, first=first, last=last)
+            walk.append(Step(canvas, span, rows[numbers == number]))
         return walk
 
 

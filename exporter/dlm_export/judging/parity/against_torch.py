@@ -27,6 +27,7 @@ from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.loop_turns import Canvas as State
 from dlm_export.network.loop_turns import start_canvas
+from dlm_export.network.pass_plan import Span
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
@@ -235,7 +236,8 @@ def expect(
     expected = Expected(make_canvases(denoiser.network, prompts, seed), [], [])
     for number, canvas in enumerate(expected.canvases, start=1):
         ids = torch.from_numpy(canvas.tokens).unsqueeze(0)
-        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        places = Span.of_canvas(denoiser.network, canvas.tokens).ids(denoiser.network)
+        positions = torch.from_numpy(places).unsqueeze(0)
         features, _ = denoiser.hidden(ids, positions, cache_dtype=cache_dtype)
         expected.logits.append(
             denoiser.project(features[0, torch.from_numpy(canvas.rows)]).float().numpy()

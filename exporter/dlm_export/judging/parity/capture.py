@@ -129,6 +129,11 @@ def capture(
     overrides = overrides or Overrides()
     family = families.find(checkpoint, overrides)
     network = families.read_network(checkpoint, overrides)
+    if network.blocks_after_prompt:
+        raise CaptureError(
+            f"{path}: --family {family.name}: the released code of {network.architecture} has full attention, and no "
+            "released code computes the attention of this family"
+        )
     if checkpoint.quantisation is not None:
         raise CaptureError(
             f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint it was made from"

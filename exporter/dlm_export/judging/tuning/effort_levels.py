@@ -40,6 +40,7 @@ from dlm_export.judging.sides.prompts import prompt_of, runs_of
 from dlm_export.judging.sides.side import JudgeError, Side
 from dlm_export.judging.tuning.threshold import (
     CAREFUL,
+    CAREFUL_AHEAD,
     CAREFUL_PREFIX,
     careful_changes,
     check_policy,
@@ -125,7 +126,8 @@ class Levels:
     @property
     def careful(self) -> LevelPoint:
         """The variant that commits one token per pass."""
-        return next(point for point in self.curve if point.changes in (CAREFUL, CAREFUL_PREFIX))
+        changes = (CAREFUL, CAREFUL_AHEAD, CAREFUL_PREFIX)
+        return next(point for point in self.curve if point.changes in changes)
 
 
 def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
@@ -137,13 +139,15 @@ def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
     uses ``store=open``, because these denoisers need the separate pass.
     """
     is_predicting = shift_of(looped, is_draft=False) == 1
-    opens = policy.cache == "block" and policy.store == "pass" and not is_predicting
+    is_ahead = policy.next_block < 1  # such policies store blocks in their own way
+    is_stored = policy.cache == "block" and policy.store == "pass"
+    opens = is_stored and not is_predicting and not is_ahead
     saved: dict[str, Any] = {"store": "open"} if opens else {}
     own = [{}, saved] if opens else [{}]
     others: list[dict[str, Any]] = [
         {"threshold": each} for each in THRESHOLDS if each != policy.threshold
     ]
-    if policy.next_block == 1:
+    if not is_ahead:
         others += [
             {"threshold": each, "finish_threshold": finish}
             for each in THRESHOLDS

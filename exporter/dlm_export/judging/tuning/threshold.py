@@ -32,6 +32,10 @@ CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
 """The changes that make a policy commit one token per pass."""
 CAREFUL_PREFIX: dict[str, Any] = {"threshold": 1.0}
 """The same for the commit rule "longest_prefix", because no score reaches the threshold 1."""
+CAREFUL_AHEAD: dict[str, Any] = {"threshold": 1.0, "force_next": 1.0}
+"""The same for policies that decide several blocks at once, which need a commit rule with a
+threshold.
+"""
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
@@ -104,7 +108,9 @@ def check_policy(policy: Policy) -> None:
 
 def careful_changes(policy: Policy) -> dict[str, Any]:
     """Return the changes that make a policy with a threshold commit one token per pass."""
-    return CAREFUL_PREFIX if policy.commit == "longest_prefix" else CAREFUL
+    if policy.commit == "longest_prefix":
+        return CAREFUL_PREFIX
+    return CAREFUL_AHEAD if policy.next_block < 1 else CAREFUL
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:

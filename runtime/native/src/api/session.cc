@@ -301,7 +301,10 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
                 "tokens, or build the engine again with a larger --canvas",
                 length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
-    dlm::Pass pass = dlm::prepare_pass(denoiser, {{&canvas, {0, length}}}, 1, buffers);
+    dlm::Piece piece{&canvas, {0, length}};
+    const auto mask = std::find(canvas.begin(), canvas.end(), denoiser.mask_token_id);
+    piece.first_block = static_cast<int32_t>(mask - canvas.begin());
+    dlm::Pass pass = dlm::prepare_pass(denoiser, {piece}, 1, buffers);
     for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
       pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
       const size_t last = first + static_cast<size_t>(pass.rows);
