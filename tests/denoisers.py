@@ -79,6 +79,7 @@ def under_native_loop(
         delete_token_id=c.delete_token_id,
         shifted_drafts=c.has_shifted_drafts,
         blocks_after_prompt=c.blocks_after_prompt,
+        split_token_id=c.split_token_id,
     )
     return from_callback(info, run)
 

@@ -12,6 +12,8 @@ this loop do not change. To add a request, add an object without tokens and pass
                         dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
     --llada2.1          modeling_llada21_moe.py of LLaDA2.1. The copy that was used is in
                         dllm/pipelines/llada21/models of the same commit
+    --llada2.2          srt/dllm/algorithm/joint_threshold_indel.py of the package sglang 0.5.23,
+                        alone in a folder
     --fast-dllm-v2      v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
     --rnd1              rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
     --d3llm             d3llm_LLaDA/d3llm_llada_generate_util.py of github.com/hao-ai-lab/d3LLM,
@@ -38,15 +40,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from published import END, MASK, VOCABULARY, prompt_of, random_network
+from published import END, MASK, REWRITING, VOCABULARY, prompt_of, random_network
 from torch import Tensor
 
 from dlm_export.network.denoiser import hiding
@@ -69,9 +72,10 @@ class Network:
     """A random network that records its passes. The loops of SDAR, LLaDA2 and RND1 call it."""
 
     device = torch.device("cpu")
+    fields: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, block: int, shift: int, seed: int, threshold: float | None) -> None:
-        self.denoiser = random_network(block, shift, seed)
+        self.denoiser = random_network(block, shift, seed, **self.fields)
         self.shift, self.threshold = shift, threshold
         self.passes: list[tuple[int, list[int]]] = []
         self.stored: list[tuple[Tensor, Tensor]] = []
@@ -152,6 +156,20 @@ class Edited(Network):
         gaps = torch.cat((best[:, 0] - best[:, 1], (best[:, 0] - self.edit_threshold).abs()))
         if float(gaps.min()) < CLOSE:
             raise UnsuitableError
+
+
+class Rewritten(Edited):
+    """A random network for LLaDA2.2's loop, which also deletes and inserts tokens."""
+
+    fields = REWRITING
+
+    @property
+    def added(self) -> int:
+        """The number of passes after which a block has more mask tokens than before."""
+        seen = [ids for _, ids in self.passes]
+        return sum(
+            len(a) == len(b) and a.count(MASK) < b.count(MASK) for a, b in itertools.pairwise(seen)
+        )
 
 
 class KeysAndValues(list[Any]):
@@ -451,6 +469,40 @@ def run_llada21(
     )
 
 
+def run_llada22(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    """SGLang also runs a pass that stores the keys and values of a finished block."""
+    assert isinstance(network, Rewritten)
+    block = options["block"]
+    network.block, network.edit_threshold = block, options["edit_threshold"]
+    algorithm = code.JointThresholdInDel(
+        SimpleNamespace(
+            block_size=block,
+            mask_id=MASK,
+            first_done_first_out_mode=False,
+            algorithm_config={
+                "threshold": options["threshold"],
+                "edit_threshold": options["edit_threshold"],
+                "max_post_edit_steps": options["edit_passes"],
+            },
+            **REWRITING,
+        )
+    )
+    canvas = torch.tensor([[*prompt, *[MASK] * new]])
+    for start in range(len(prompt) // block * block, canvas.shape[1], block):
+        end = start + block
+        batch = SimpleNamespace(batch_size=1, input_ids=canvas[0, start:end], dllm_prompt_mask=None)
+        (state,) = algorithm.init_step_state(batch)
+        while not state["finished"]:
+            logits, _ = network.run(canvas[:, :end], 0, [])
+            algorithm.step(batch, logits[0, start:], [state])
+        if END in canvas[0, max(start, len(prompt)) : end]:
+            break
+    found: list[int] = canvas[0, :end].tolist()
+    return found
+
+
 def run_fast_dllm_v2(
     code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
 ) -> list[int]:
@@ -637,6 +689,7 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "sdar": (Network, run_sdar),
     "llada2": (Network, run_llada2),
     "llada2.1": (Edited, run_llada21),
+    "llada2.2": (Rewritten, run_llada22),
     "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
     "rnd1": (Network, run_rnd1),
     "stable-diffcoder": (Cropped, run_stable_diffcoder),
@@ -652,6 +705,8 @@ UNUSED = (
     *("lm_eval.api.instance", "lm_eval.api.model", "lm_eval.api.registry", "lm_eval.models.utils"),
     *("lm_eval.__main__", "accelerate", "datasets", "peft"),
     *("model_cache.llada.modeling_llada", "model_cache.llada.configuration_llada"),
+    *("sglang.srt.dllm.algorithm.base", "sglang.srt.dllm.config"),
+    "sglang.srt.model_executor.forward_batch_info",
 )
 """Modules that the files import, but whose classes and functions the loops do not use."""
 
@@ -666,6 +721,13 @@ class Unused:
         return decorated
 
 
+class SglangAlgorithm:
+    """The base class of SGLang's loops, without what runs their passes."""
+
+    def __init__(self, config: Any) -> None:
+        self.block_size, self.mask_id = config.block_size, config.mask_id
+
+
 def load(path: Path) -> ModuleType:
     """Import a Python file as part of a package, so that it can import other files of its folder."""
     transformers = importlib.import_module("transformers")  # it looks for some of these modules
@@ -676,6 +738,7 @@ def load(path: Path) -> ModuleType:
             module = ModuleType(unused.rsplit(".", count)[0])
             module.__getattr__ = lambda _: Unused  # type: ignore[method-assign, assignment]
             sys.modules.setdefault(module.__name__, module)
+    sys.modules["sglang.srt.dllm.algorithm.base"].DllmAlgorithm = SglangAlgorithm  # type: ignore[attr-defined]
     sys.path.insert(0, str(path.resolve().parent.parent))
     return importlib.import_module(f"{path.resolve().parent.name}.{path.stem}")
 
@@ -711,6 +774,8 @@ def made(request: dict[str, Any], code: ModuleType) -> dict[str, Any]:
         except UnsuitableError:
             continue
         if options.get("ends") and END not in tokens[length : length + new - options["block"]]:
+            continue
+        if isinstance(network, Rewritten) and network.added == 0:
             continue
         trace = {"family": family, "prompt": length, "new": new, "seed": seed} | options
         return trace | {"tokens": tokens, "passes": network.passes}

@@ -17,6 +17,8 @@ from test_visibility import seeing
 from dlm_export.network.denoiser import Denoiser
 
 MASK, END, VOCABULARY = 99, 7, 100
+REWRITING = {"delete_token_id": 3, "split_token_id": 5}
+"""The fields of networks for the loop of LLaDA2.2."""
 
 
 def random_network(

@@ -349,6 +349,17 @@ def policies(draw: st.DrawFn) -> Policy:
         fields["temperature_drop"] = min(fields["temperature_drop"], fields["temperature"])
     else:
         fields |= {"temperature_drop": 0, "stable_entropy": 0}
+    if fields["remask"] == "rewrite":
+        needed = (
+            "cache",
+            "store",
+            "reserve",
+            "sub_block_length",
+            "refresh",
+            "reuse_prompt",
+            "score",
+        )
+        fields |= {name: properties[name]["default"] for name in needed} | {"commit": "dynamic"}
     if fields["commit"] not in ("threshold", "entropy_threshold"):
         fields["next_block"] = 1
     if fields["next_block"] < 1:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from denoisers import under_native_loop
-from published import END, MASK, prompt_of, random_network
+from published import END, MASK, REWRITING, prompt_of, random_network
 
 from dlm_export.network import reference
 from dlm_export.network.commit_rules import floor_count
@@ -81,6 +81,7 @@ def run(
         trace["seed"],
         visibility="after-prompt" if trace["family"].startswith("d2f") else "block",
         has_masks_last=trace["family"] == "wedlm",
+        **(REWRITING if trace["family"] == "llada2.2" else {}),
     )
     passes: Passes = []
     longest = denoiser.network.max_canvas_length
@@ -139,6 +140,21 @@ def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
     tokens, passes = run(trace, policy, prompt, trace["new"])
     assert deciding(passes, trace) == deciding(wanted, trace)
     assert until_end(tokens, len(prompt)) == trace["tokens"]
+    plain, passes = run(trace, policy.with_fields({"cache": "none"}), prompt, trace["new"])
+    assert plain == tokens
+    assert [ids[: len(seen)] for (_, ids), (_, seen) in zip(passes, wanted, strict=True)] == [
+        seen for _, seen in wanted
+    ]
+
+
+@pytest.mark.parametrize("trace", traces_of("llada2.2"))
+def test_llada22_equals_sglangs_code(trace: dict[str, Any]) -> None:
+    fields = ("threshold", "edit_threshold", "edit_passes")
+    policy = PRESETS["llada2.2"].with_fields({name: trace[name] for name in fields})
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    tokens, _ = run(trace, policy, prompt, trace["new"])
+    assert tokens[: len(trace["tokens"])] == trace["tokens"]
+    assert set(tokens[len(trace["tokens"]) :]) <= {END}
     plain, passes = run(trace, policy.with_fields({"cache": "none"}), prompt, trace["new"])
     assert plain == tokens
     assert [ids[: len(seen)] for (_, ids), (_, seen) in zip(passes, wanted, strict=True)] == [

@@ -304,9 +304,10 @@ def _report(
     is_full = request.is_judged and request.options.quantise.effort.name == "full"
     if is_full and not can_compare_commits(job.source.network, job.source.presets[job.preset]):
         reason = (
-            f"the preset {job.preset} has no threshold"
-            if job.source.network.has_mask_token
-            else "the denoiser has no mask token"
+            "the denoiser has no mask token"
+            if not job.source.network.has_mask_token
+            else f"the preset {job.preset} "
+            + ("rewrites blocks" if job.source.network.rewrites else "has no threshold")
         )
         warnings.append(f"no threshold and no effort levels were fitted, because {reason}")
     levels = None if proof is None else proof.levels

@@ -49,6 +49,9 @@ class DenoiserInfo:
         expand_token_id, delete_token_id: The ids of the tokens that change the length of a canvas.
             Two mask tokens replace a committed expand token, and a committed delete token is
             removed. If both are None, there are no such tokens.
+        split_token_id: If not None, passes rewrite their block: a predicted split token inserts a
+            mask token, and a predicted delete token removes its position (LLaDA2.2). The denoiser
+            then has a visible_block, a delete_token_id, and no expand_token_id.
         shifted_drafts: True if the rows of a draft pass see each other and predict the next
             positions (SDLM). The denoiser then has draft passes, shift 1 and a mask token.
         blocks_after_prompt: True if the prompt is one attention block, and the first block of
@@ -73,6 +76,7 @@ class DenoiserInfo:
     delete_token_id: int | None = None
     shifted_drafts: bool = False
     blocks_after_prompt: bool = False
+    split_token_id: int | None = None
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ PRESETS = {
     # Like LLaDA2, but each pass also replaces a committed token of its block if another token is
     # clearly more likely. Extra passes run over a finished block until one changes nothing.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
+    # This preset is for denoisers with delete and split tokens, which delete and insert tokens in a
+    # block. The values are the defaults of SGLang's loop.
+    "llada2.2": _BLOCKS.with_fields({"remask": "rewrite", "threshold": 0.5, "edit_threshold": 0.0}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold",
@@ -159,6 +162,7 @@ def presets_for(
     noise: str = "absorbing",
     *,
     resizes: bool = False,
+    rewrites: bool = False,
     has_shifted_drafts: bool = False,
     blocks_after_prompt: bool = False,
 ) -> dict[str, Policy]:
@@ -169,8 +173,9 @@ def presets_for(
     of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
     has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
     denoisers that start from random tokens. ``resizes`` is true for denoisers that change the length
-    of canvases. ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and
-    predict the next positions. ``blocks_after_prompt`` is true for D2F.
+    of canvases, and ``rewrites`` is true for denoisers that delete and insert tokens in a block.
+    ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and predict the
+    next positions. ``blocks_after_prompt`` is true for D2F.
     """
     own = [
         name
@@ -178,6 +183,7 @@ def presets_for(
             ("dreamon", resizes),
             ("sdlm", has_shifted_drafts),
             ("d2f", blocks_after_prompt),
+            ("llada2.2", rewrites),
         )
         if is_own
     ]

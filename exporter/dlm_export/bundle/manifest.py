@@ -23,8 +23,8 @@ SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """Network fields that the decoding loop needs. The manifest stores them under ``loop`` only.
 """
-RESIZING = ("expand_token_id", "delete_token_id")
-"""More such fields, which are only there for networks that change the length of canvases."""
+RESIZING = ("expand_token_id", "delete_token_id", "split_token_id")
+"""More such fields, which are only there for networks whose loop deletes and inserts tokens."""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:

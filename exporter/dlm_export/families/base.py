@@ -186,6 +186,8 @@ class Family:
         """Return the default preset for a network of this family."""
         if network.resizes:
             return "dreamon"
+        if network.rewrites:
+            return "llada2.2"
         return (
             self.default_preset
             if network.visible_block is None

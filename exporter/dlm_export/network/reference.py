@@ -9,7 +9,8 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - entropy-bounded sampling (arXiv:2505.24857);
 - d3LLM (arXiv:2601.07568): positions of several blocks in one pass;
 - SDLM (arXiv:2509.24007): the longest prefix of confident tokens;
-- the released code of DiffusionGemma: blocks that start from random tokens.
+- the released code of DiffusionGemma: blocks that start from random tokens;
+- LLaDA2.2, as in SGLang's code: passes that rewrite a block (``rewriting``).
 
 This module runs the passes of one request. ``loop_turns`` schedules the passes, and
 ``commit_rules`` decides which positions commit. ``proposers`` chooses the tokens of these positions.
@@ -32,6 +33,7 @@ from dlm_export.network.loop_random import random_tokens, soft_temperature
 from dlm_export.network.loop_turns import Canvas, Turn, reserve_end, start_canvas, turns
 from dlm_export.network.pass_plan import Span, shift_of
 from dlm_export.network.proposers import Proposals, Proposer, make_proposer
+from dlm_export.network.rewriting import Rewriting
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.policy import Policy
 
@@ -111,6 +113,8 @@ class Run:
         # For ``remask`` "noise": the number of consecutive passes, up to the last pass, in which
         # the most likely tokens of the block did not change.
         self._stable = 0
+        # For ``remask`` "rewrite": the passes over the current block, after its first pass.
+        self._rewriting: Rewriting | None = None
         self._turns = turns(self._now, policy, network, steps, self._scaffold)
 
     @property
@@ -210,6 +214,10 @@ class Run:
             if len(turn.positions):
                 self._renoise(proposals, logits)
             return proposals
+        if self.policy.remask == "rewrite":
+            if len(turn.positions):
+                self._rewrite(proposals, logits)
+            return proposals
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
         is_verified = self.policy.commit == "verify"
         is_cut = is_verified or self.policy.commit == "longest_prefix"
@@ -297,16 +305,31 @@ class Run:
         self.tokens[turn.positions[chosen]] = proposals.tokens[chosen]
         self.is_noised[turn.positions[chosen]] = False
 
+    def _rewrite(self, proposals: Proposals, logits: Tensor) -> None:
+        """Replace, delete and insert tokens of the block. The last pass decides the whole block."""
+        at = self.turn.positions
+        if self._rewriting is None:
+            self._rewriting = Rewriting(self.network, self.policy, len(at))
+        logits = self.proposer.masked(logits)
+        made = self._rewriting.step(self.turn, self.tokens[at], proposals, logits)
+        self.tokens[at], self.guess[:] = made.tokens, -1
+        if made.is_last:
+            self.undecided[at], self._rewriting = False, None
+        else:
+            self.guess[at] = made.guess
+
     def end(self) -> None:
         """Stop early, and fill the undecided positions with the result of ``Proposer.complete``.
 
         If the network changes the length of canvases, a position without a token is removed.
         """
-        if (network := self.network).resizes:
-            resizing = np.array([-1, network.expand_token_id, network.delete_token_id])
-            self._repeat(np.where(self.undecided & np.isin(self.guess, resizing), 0, 1))
+        network = self.network
+        for special in (network.expand_token_id, network.delete_token_id, network.split_token_id):
+            self.guess[self.guess == special] = -1
+        if network.resizes:
+            self._repeat(np.where(self.undecided & (self.guess < 0), 0, 1))
         found = self.proposer.complete(self.canvas, self.guess)
-        self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
+        self.tokens[self.undecided] = np.where(found < 0, network.eos_token_ids[0], found)[
             self.undecided
         ]
 

@@ -97,7 +97,7 @@ UPDATES = "draft_updates"
 """Part of the module paths of low-rank updates, between the path of the attention or the MLP and the
 role of the matrix.
 """
-OPTIONAL = ("adapter", "expand_token_id", "delete_token_id")
+OPTIONAL = ("adapter", "expand_token_id", "delete_token_id", "split_token_id")
 """Fields that ``NetworkSpec.as_dict`` leaves out if they are ``None``."""
 EMBEDDING = "embed.weight"
 """Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
@@ -255,7 +255,8 @@ class NetworkSpec:
     predicted. ``adapter`` is the name of the adapter that is merged into the checkpoint's weights.
     ``expand_token_id`` and ``delete_token_id`` are tokens that change the length of a canvas: two mask
     tokens replace a decided expand token, and a decided delete token is removed. Both are ``None`` if
-    there are no such tokens.
+    there are no such tokens. With ``split_token_id``, passes rewrite their block: a predicted split
+    token inserts a mask token, and a predicted ``delete_token_id`` removes its position.
     """
 
     family: str
@@ -279,11 +280,17 @@ class NetworkSpec:
     adapter: str | None = None
     expand_token_id: int | None = None
     delete_token_id: int | None = None
+    split_token_id: int | None = None
 
     @property
     def resizes(self) -> bool:
         """True if the decoding loop changes the length of canvases."""
         return self.expand_token_id is not None
+
+    @property
+    def rewrites(self) -> bool:
+        """True if the decoding loop deletes and inserts tokens inside a block (LLaDA2.2)."""
+        return self.split_token_id is not None
 
     @property
     def has_mask_token(self) -> bool:
@@ -675,6 +682,7 @@ class NetworkSpec:
             self.draft_block,
             self.noise,
             resizes=self.resizes,
+            rewrites=self.rewrites,
             has_shifted_drafts=self.has_shifted_drafts,
             blocks_after_prompt=self.blocks_after_prompt,
         )

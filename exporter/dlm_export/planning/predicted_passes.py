@@ -83,6 +83,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         conditioning_size=0 if network.conditioning is None else network.hidden_size,
         expand_token_id=network.expand_token_id,
         delete_token_id=network.delete_token_id,
+        split_token_id=network.split_token_id,
     )
     given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()

@@ -131,6 +131,8 @@ def threshold_preset(
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if name is None and network.resizes:
         chosen = "dreamon"
+    if name is None and network.rewrites:
+        chosen = "llada2.2"
     if name is None and network.has_masks_last:
         chosen = "wedlm"  # with "sdar", each block of a causal network would contain one token
     if chosen not in presets:

@@ -21,10 +21,11 @@ constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 7, 16, 31, -1, 1 << 24, INT32_MAX
 constexpr double kReals[] = {0, 0.5, 1,     0.9,  0.3,       1e-3,      -1,
                              2, 1e9, 1e300, kNan, kInfinite, -kInfinite};
 constexpr const char* kStrings[] = {
-    nullptr,    "",       "sample",        "margin",     "entropy",       "random", "threshold",
-    "dynamic",  "factor", "entropy_bound", "timestep",   "sequential",    ">",      "edit",
-    "prefix",   "dual",   "block",         "block-dual", "none",          "reuse",  "draw",
-    "marginal", "floor",  "end",           "noise",      "no such %s\x1b"};
+    nullptr,     "",        "sample",        "margin",        "entropy",  "random",
+    "threshold", "dynamic", "factor",        "entropy_bound", "timestep", "sequential",
+    ">",         "edit",    "prefix",        "dual",          "block",    "block-dual",
+    "none",      "reuse",   "draw",          "marginal",      "floor",    "end",
+    "noise",     "rewrite", "no such %s\x1b"};
 constexpr dlm_status kOwn = 77;  // the status that a pass callback returns when it fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
@@ -74,6 +75,7 @@ class World {
     denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
     denoiser.eos_token_ids = denoiser.eos_count > 0 || is_rare() ? eos : nullptr;
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
+    if (kind / 32 == 7) denoiser.delete_token_id = 1, denoiser.split_token_id = 2;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
     // larger denoisers would be slow
     if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;

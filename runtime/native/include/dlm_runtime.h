@@ -142,6 +142,11 @@ typedef struct dlm_denoiser {
                                   after it. In block n after the prompt, n * max_canvas_length is
                                   added to position_ids. Needs visible_block above 0, and
                                   draft_block 0. 0 (default): see visible_block */
+  int32_t split_token_id; /* 0..V-1, or -1 (default). With it, passes rewrite the current block: a
+                             predicted split_token_id inserts a mask token before its position, and
+                             a predicted delete_token_id removes its position. Needs block-causal
+                             attention, shift 0, delete_token_id, and no expand_token_id. Policies
+                             need remask "rewrite" */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -230,7 +235,13 @@ typedef struct dlm_policy {
                           most likely token or, with a constraint, its token in the most likely
                           text. "noise" needs commit "entropy_bound", "threshold" or "factor", and
                           cache "block" or "none". It cannot be combined with guidance, sub-blocks
-                          or reserve "end" */
+                          or reserve "end" |
+                          "rewrite": for denoisers with a split_token_id. Each pass may also
+                          replace, delete and insert tokens of its block, whose length stays the
+                          same. The last pass decides the block. "rewrite" needs score "confidence"
+                          and cache "block" or "none". It cannot be combined with constraints,
+                          sub-blocks, reserve "end" or given tokens after the first undecided
+                          position */
   const char* cache; /* which keys and values passes reuse: "none" (default) | "prefix", "dual": for
                         full attention | "block", "block-dual": for block-causal attention. With
                         "block-dual", some passes run only a sub-block */
@@ -280,12 +291,12 @@ typedef struct dlm_policy {
                                tokens. Each block is divided into sub-blocks, which are decided one
                                after another. block_length must be a multiple of sub_block_length. 0
                                (default): no sub-blocks */
-  int32_t edit_passes;   /* for remask "edit": largest number of passes over a block after all its
-                            positions are decided, 0..16777216 (16). The block ends earlier if
-                            such a pass changes nothing */
-  double edit_threshold; /* for remask "edit", 0..1 (0.9). The token of a decided position is
-                            replaced if a pass proposes another token whose probability is above
-                            edit_threshold */
+  int32_t edit_passes;   /* for remask "edit" and "rewrite": largest number of passes over a block
+                            when none of its first mask tokens is left, 0..16777216 (16). The block
+                            ends earlier if such a pass changes nothing */
+  double edit_threshold; /* for remask "edit" and "rewrite", 0..1 (0.9). A token that is not a mask
+                            token is replaced if a pass proposes another token whose probability is
+                            above edit_threshold */
   double top_p;  /* for select "sample", 0..1 (1). The token is drawn from the n most likely tokens.
                     n is the smallest number of tokens whose probabilities add up to more than
                     top_p */

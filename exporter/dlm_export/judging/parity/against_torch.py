@@ -301,9 +301,10 @@ def _explain(run: CaseRun, denoiser: Denoiser, worst: float, cache_dtype: str) -
     """Find the pass in which a run first decides differently from torch, and why.
 
     The run is a tie if an error of the logits of ``TIE_ERROR`` times ``worst`` explains the
-    decision. ``worst`` is the worst difference on the canvases that were compared.
+    decision. ``worst`` is the worst difference on the canvases that were compared. Passes that rewrite
+    a block are not examined, because one pass may change all its tokens.
     """
-    if not run.after:
+    if not run.after or denoiser.network.rewrites:
         return run
     passes: list[Decided] = []
     start = start_canvas(run.case.tokens, run.case.max_new_tokens, denoiser.network.mask_token_id)

@@ -121,9 +121,10 @@ def can_compare_commits(side: Side | NetworkSpec, policy: Policy) -> bool:
     """Return True if two denoisers can predict what they would commit on the same canvas.
 
     Without a mask token, a pass depends on the predictions of the pass before. With the commit rule
-    "verify", a pass depends on the drafts of the pass before.
+    "verify", a pass depends on the drafts of the pass before. With ``remask`` "rewrite", a pass
+    depends on all earlier passes over the block.
     """
-    return side.has_mask_token and policy.commit != "verify"
+    return side.has_mask_token and policy.commit != "verify" and policy.remask != "rewrite"
 
 
 def check_tuned(network: NetworkSpec) -> None:
@@ -133,10 +134,10 @@ def check_tuned(network: NetworkSpec) -> None:
             f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
             "change steps_per_block or entropy_bound instead"
         )
-    if network.resizes:
+    if network.resizes or network.rewrites:
         raise JudgeError(
-            f"{network.architecture} changes the length of canvases, and effort levels cannot be fitted to such networks "
-            "yet: pass steps with a request instead"
+            f"{network.architecture} deletes and inserts tokens, and effort levels cannot be fitted to such networks yet: "
+            "pass steps with a request instead"
         )
 
 

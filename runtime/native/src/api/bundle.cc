@@ -28,7 +28,7 @@ dlm_denoiser default_denoiser() {
   denoiser.top_k = 2;
   denoiser.kv_element_bytes = 4;
   denoiser.max_new_tokens = dlm::Denoiser{}.max_new_tokens;
-  denoiser.expand_token_id = denoiser.delete_token_id = -1;
+  denoiser.expand_token_id = denoiser.delete_token_id = denoiser.split_token_id = -1;
   return denoiser;
 }
 
@@ -175,6 +175,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.delete_token_id = d.delete_token_id;
   told.shifted_drafts = d.has_shifted_drafts ? 1 : 0;
   told.blocks_after_prompt = d.blocks_after_prompt ? 1 : 0;
+  told.split_token_id = d.split_token_id;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

@@ -184,9 +184,9 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
       start_tokens = std::max(start_tokens, wanted.constraint->automaton->distances[0] + 1);
   }
   std::unique_ptr<Proposer> proposer;
-  if (wanted.constraint != nullptr && denoiser.resizes())
+  if (wanted.constraint != nullptr && (denoiser.resizes() || denoiser.rewrites()))
     fail(DLM_UNSUPPORTED,
-         "a constraint does not suit this denoiser, which changes the length of canvases: remove "
+         "a constraint does not suit this denoiser, whose loop deletes and inserts tokens: remove "
          "the constraint, or use another denoiser");
   if (wanted.constraint != nullptr)
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,

@@ -303,11 +303,16 @@ std::vector<std::pair<int32_t, int32_t>> read_unused(const json::Value& loop,
   return ranges;
 }
 
+// Checks an expand or split token, and the delete token.
 void check_resizing(const Denoiser& denoiser, const std::function<void(const char*)>& refuse) {
-  const int32_t expand = denoiser.expand_token_id, remove = denoiser.delete_token_id;
-  if (expand == remove || expand == denoiser.mask_token_id || remove == denoiser.mask_token_id)
+  const int32_t remove = denoiser.delete_token_id;
+  const int32_t insert = denoiser.rewrites() ? denoiser.split_token_id : denoiser.expand_token_id;
+  if (insert == remove || insert == denoiser.mask_token_id || remove == denoiser.mask_token_id)
     refuse("must differ from delete_token_id, and neither may be the mask token");
-  if (denoiser.visible_block > 0 || !denoiser.has_mask_token())
+  const bool has_blocks = denoiser.visible_block > 0 && denoiser.draft_block == 0;
+  if (denoiser.rewrites() && (denoiser.resizes() || !has_blocks || denoiser.shift != 0))
+    refuse("needs block-causal attention and shift 0, and no draft passes and no expand_token_id");
+  if (denoiser.resizes() && (denoiser.visible_block > 0 || !denoiser.has_mask_token()))
     refuse("needs full attention and a mask token");
 }
 
@@ -345,11 +350,15 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
   }
   out.unused_tokens = read_unused(loop, out);
-  if (loop.find("expand_token_id") != nullptr || loop.find("delete_token_id") != nullptr) {
-    out.expand_token_id = read_size(loop, "expand_token_id", 0, out.vocab_size - 1);
+  const auto read_token = [&](const char* name) {
+    return loop.find(name) == nullptr ? -1 : read_size(loop, name, 0, out.vocab_size - 1);
+  };
+  out.split_token_id = read_token("split_token_id");
+  out.expand_token_id = read_token("expand_token_id");
+  if (out.rewrites() || out.resizes() || loop.find("delete_token_id") != nullptr) {
     out.delete_token_id = read_size(loop, "delete_token_id", 0, out.vocab_size - 1);
-    const json::Value& expand = loop.at("expand_token_id");
-    check_resizing(out, [&](const char* why) { expand.refuse(why); });
+    const json::Value& insert = loop.at(out.rewrites() ? "split_token_id" : "expand_token_id");
+    check_resizing(out, [&](const char* why) { insert.refuse(why); });
   }
   const json::Value& graph = loop.object("graph");
   out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
@@ -549,13 +558,28 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
-  loop.refuse_unknown(
-      {"vocab_size",      "mask_token_id",   "eos_token_ids",     "unused_tokens",
-       "expand_token_id", "delete_token_id", "max_canvas_length", "shift",
-       "visible_block",   "draft_block",     "shifted_drafts",    "blocks_after_prompt",
-       "draft_updates",   "noise",           "conditioning_size", "graph",
-       "presets",         "default_preset",  "max_new_tokens",    "effort",
-       "engines"});
+  loop.refuse_unknown({"vocab_size",
+                       "mask_token_id",
+                       "eos_token_ids",
+                       "unused_tokens",
+                       "expand_token_id",
+                       "delete_token_id",
+                       "split_token_id",
+                       "max_canvas_length",
+                       "shift",
+                       "visible_block",
+                       "draft_block",
+                       "shifted_drafts",
+                       "blocks_after_prompt",
+                       "draft_updates",
+                       "noise",
+                       "conditioning_size",
+                       "graph",
+                       "presets",
+                       "default_preset",
+                       "max_new_tokens",
+                       "effort",
+                       "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -691,12 +715,17 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
       fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: an end token is the mask token");
     out.eos_token_ids.push_back(d.eos_token_ids[i]);
   }
-  if (d.expand_token_id == -1 && d.delete_token_id == -1) return out;
-  in_range("expand_token_id", d.expand_token_id, 0, d.vocab_size - 1);
+  const bool splits = d.split_token_id != -1;
+  if (!splits && d.expand_token_id == -1 && d.delete_token_id == -1) return out;
+  if (splits) in_range("split_token_id", d.split_token_id, 0, d.vocab_size - 1);
+  if (!splits || d.expand_token_id != -1)
+    in_range("expand_token_id", d.expand_token_id, 0, d.vocab_size - 1);
   in_range("delete_token_id", d.delete_token_id, 0, d.vocab_size - 1);
   out.expand_token_id = d.expand_token_id, out.delete_token_id = d.delete_token_id;
-  check_resizing(out, [](const char* why) {
-    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: expand_token_id %s", why);
+  out.split_token_id = d.split_token_id;
+  check_resizing(out, [&](const char* why) {
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s %s", splits ? "split_token_id" : "expand_token_id",
+         why);
   });
   return out;
 }

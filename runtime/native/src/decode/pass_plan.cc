@@ -271,6 +271,12 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
          "policy: remask = \"%s\" does not suit this denoiser, which has no mask token and starts "
          "from random tokens: use remask = \"noise\"",
          kRemaskNames[static_cast<size_t>(policy.remask)]);
+  if (denoiser.rewrites() != (policy.remask == Remask::rewrite))
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"%s\" does not suit this denoiser, which has %s: use %s",
+         kRemaskNames[static_cast<size_t>(policy.remask)],
+         denoiser.rewrites() ? "delete and split tokens" : "no split token",
+         denoiser.rewrites() ? "remask = \"rewrite\"" : "remask = \"edit\" or \"none\"");
   if (denoiser.draft_block > 0) {
     if (policy.cache != Cache::block)
       fail(DLM_UNSUPPORTED,

@@ -41,8 +41,9 @@
 // plan_prefix plans the next block: one draft pass, whose causal rows store the tokens that the
 // last pass decided.
 //
-// With remask `noise` (DiffusionGemma), the plan is the same as without `noise`. No position of a
-// block is decided before its last pass, so each pass scores all undecided positions of the block.
+// With remask `noise` (DiffusionGemma) and `rewrite` (LLaDA2.2), the plan is the same as with
+// `none`. No position of a block is decided before its last pass, so each pass scores all undecided
+// positions of the block.
 //
 // A stage is one or more passes over the same range of positions. Requests and pass makers
 // (decode/pass_maker.h) rely on these invariants:

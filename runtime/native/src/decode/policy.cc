@@ -78,29 +78,34 @@ void check_ahead(const Policy& policy, const char* commit) {
          policy.next_block);
 }
 
-// Checks the fields of a policy that starts each block from random tokens. Until the last pass over
-// a block, no position is decided. So rules that count decided positions are rejected.
-void check_noise(const Policy& policy, const dlm_policy& given) {
-  const auto refuse = [](const char* field, const char* use) {
-    fail(
-        DLM_INVALID_ARGUMENT,
-        "policy: remask = \"noise\" predicts all positions of a block in every pass, and cannot be "
-        "combined with %s: use %s",
-        field, use);
+// Checks the fields of a policy that decides all positions of a block in its last pass.
+void check_whole_blocks(const Policy& policy, const dlm_policy& given) {
+  const auto refuse = [&](const char* field, const char* use) {
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: remask = \"%s\" predicts all positions of a block in every pass, and cannot be "
+         "combined with %s: use %s",
+         given.remask, field, use);
   };
+  if (policy.cache != Cache::none && policy.cache != Cache::block)
+    refuse("this cache", "cache = \"block\" or \"none\"");
+  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
+  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
+  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
+  if (policy.finish_threshold < 1) refuse("finish_threshold", "finish_threshold = 1");
+  if (policy.remask == Remask::rewrite && policy.score != Score::confidence)
+    refuse("this score", "score = \"confidence\", and a rule that does not compare entropies");
+  if (policy.remask == Remask::noise && policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
+}
+
+// Checks the other fields of a policy that starts each block from random tokens. Until the last
+// pass over a block, no position is decided. So rules that count decided positions are rejected.
+void check_noise(const Policy& policy, const dlm_policy& given) {
   if (policy.commit != Commit::entropy_bound && policy.commit != Commit::threshold &&
       policy.commit != Commit::factor)
     fail(DLM_INVALID_ARGUMENT,
          "policy: remask = \"noise\" needs a rule that compares scores, and commit = \"%s\" is not "
          "one: use commit = \"entropy_bound\", \"threshold\" or \"factor\"",
          given.commit);
-  if (policy.cache != Cache::none && policy.cache != Cache::block)
-    refuse("this cache", "cache = \"block\" or \"none\"");
-  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
-  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
-  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
-  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
-  if (policy.finish_threshold < 1) refuse("finish_threshold", "finish_threshold = 1");
   if (policy.temperature_drop > policy.temperature)
     fail(DLM_INVALID_ARGUMENT,
          "policy: temperature_drop = %.10g is above temperature = %.10g, and temperatures cannot "
@@ -194,6 +199,7 @@ Policy check_policy(const dlm_policy& given) {
          "run Fast-dLLM's cache, not d3LLM's: set next_block = 0.9999, so that a block starts when "
          "the previous block is finished, or use commit = \"threshold\" for Fast-dLLM's loop");
   if (compares_entropies(out.commit)) out.score = Score::entropy;
+  if (out.remask == Remask::noise || out.remask == Remask::rewrite) check_whole_blocks(out, policy);
   if (out.remask == Remask::noise) {
     check_noise(out, policy);
   } else if (out.temperature_drop > 0 || out.stable_entropy > 0) {

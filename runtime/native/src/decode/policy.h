@@ -25,8 +25,8 @@ enum class Score { confidence, margin, entropy, random };
 inline constexpr const char* kScoreNames[] = {"confidence", "margin", "entropy", "random", nullptr};
 enum class Compare { at_least, above };
 inline constexpr const char* kCompareNames[] = {">=", ">", nullptr};
-enum class Remask { none, edit, noise };
-inline constexpr const char* kRemaskNames[] = {"none", "edit", "noise", nullptr};
+enum class Remask { none, edit, noise, rewrite };
+inline constexpr const char* kRemaskNames[] = {"none", "edit", "noise", "rewrite", nullptr};
 enum class Cache { none, prefix, dual, block, block_dual };
 inline constexpr const char* kCacheNames[] = {"none",  "prefix",     "dual",
                                               "block", "block-dual", nullptr};

@@ -47,6 +47,12 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     undecided_.assign(undecided.begin(), undecided.begin() + start_length);
   }
   given_ = static_cast<int32_t>(std::count(undecided_.begin(), undecided_.end(), 0));
+  if (const auto start = std::find(undecided_.begin(), undecided_.end(), 1);
+      rewrites() && std::find(start, undecided_.end(), 0) != undecided_.end())
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"rewrite\" moves tokens, but position %d is to be filled before tokens "
+         "that are given: give only tokens before the new ones",
+         static_cast<int32_t>(start - undecided_.begin()));
   reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
@@ -137,6 +143,9 @@ Needs Request::needs() const {
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
   found.draws = found.draws || guidance() > 0;
   if (rules_out_expand()) found.logits = true, found.entropy = false;  // see predictions_of
+  if (rewrites() &&
+      (policy_.edit_passes == 0 || must_end_rewriting() || seen_.count(block_tokens()) > 0))
+    found.logits = true;  // see propose_other
   if (found.draws && (found.logits || !engine_.draws())) found.draws = false, found.logits = true;
   if (guidance() > 0) found.entropy = found.draws;  // the host computes it from the logits
   return found;
@@ -164,6 +173,8 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
     propose(turn(), predictions, proposals);
     if (renoises())
       renoise(predictions, proposals);
+    else if (rewrites())
+      rewrite(predictions, proposals);
     else if (!verifies())
       commit(predictions, proposals);
     else if (stage().is_draft)
@@ -207,7 +218,8 @@ void Request::settle(const Predictions* predictions) {
     is_made_ = false;
     if (done() && !grow()) return;
     if (stage().decided == before) continue;
-    step_ = 0;
+    step_ = settled_ = 0;
+    seen_.clear(), written_.clear();
     masked_ = count_undecided(stage().decided);
   }
 }

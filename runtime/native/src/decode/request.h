@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "decode/cost.h"
@@ -217,8 +218,11 @@ class Request {
   // Removes the delete tokens that the last pass committed, and replaces each expand token by two
   // mask tokens. An expand token for which there is no room becomes one mask token.
   void resize();
-  // Replaces the position `at` by `count` undecided mask tokens.
-  void replace(int32_t at, size_t count);
+  // Replaces the position `at` by `count` undecided mask tokens, and moves the end of the plan's
+  // block.
+  void replace(int32_t at, int32_t count);
+  // Replaces `removed` positions from `at` on by `added` undecided mask tokens.
+  void splice(int32_t at, int32_t removed, int32_t added);
   // Returns true if one of the first `length` positions contains a generated end token.
   bool has_end(size_t length) const;
   // Puts an end token at the last position if the policy reserves this position. The request treats
@@ -261,6 +265,26 @@ class Request {
   // Returns true if the most likely tokens and their entropies meet the policy's condition for
   // ending the block early.
   bool is_stable(const Proposals& proposals);
+  bool rewrites() const { return policy_.remask == Remask::rewrite; }
+  // Returns true if the block still has a mask token that no delete or split token added.
+  bool has_first_masks() const;
+  // Returns true if the policy allows no pass over the block after the next pass.
+  bool must_end_rewriting() const;
+  std::vector<int32_t> block_tokens() const {
+    return {canvas_.begin() + stage().block.first, canvas_.begin() + stage().block.last};
+  }
+  // Writes the proposed tokens that the policy chooses, and applies delete and split tokens. After
+  // the last pass over a block, decides the whole block.
+  void rewrite(const Predictions& predictions, Proposals& proposals);
+  // Fills order_ with the rows to write, in ascending order. Returns true if this is the last pass
+  // over the block.
+  bool choose_rewrites(const Proposals& proposals);
+  // Proposes the row's most likely token that is not in `ruled_out`.
+  void propose_other(const Predictions& predictions, int32_t row,
+                     const std::vector<int32_t>& ruled_out, Proposals& proposals) const;
+  // Applies the delete and split tokens among the proposals for the rows in order_. Then cuts the
+  // block to its length, or fills it up with mask tokens.
+  void shift_block(const Proposals& proposals);
   void note_guesses(const Proposals& proposals);
   void take(const Predictions& predictions, const Proposals& proposals,
             const std::vector<int32_t>& chosen);
@@ -314,6 +338,14 @@ class Request {
   int32_t stable_ = 0;
   std::vector<float> conditioning_;
   bool has_conditioning_ = false;
+  // For remask "rewrite". is_added_: for each position, 1 if delete or split tokens added it. The
+  // others are about the passes over the current block. seen_: the tokens of the block before each
+  // pass. written_: the tokens that passes wrote, for each row. settled_: number of passes for
+  // which has_first_masks() was false.
+  std::vector<uint8_t> is_added_;
+  std::set<std::vector<int32_t>> seen_;
+  std::vector<std::vector<int32_t>> written_;
+  int32_t settled_ = 0;
   // The alternatives of all positions, top_count_ for each position. See dlm_result.
   size_t top_count_;
   int32_t prefix_group_;

@@ -18,6 +18,7 @@ void Request::extend(size_t length) {
   if (is_constrained_) losses_.resize(length, 0);
   if (guidance() > 0) unconditional_.resize(length, denoiser_.mask_token_id);
   is_given_.resize(length, false);
+  is_added_.resize(length, 0);
   undecided_.resize(length, 1);
   canvas_.resize(length, denoiser_.mask_token_id);
 }
@@ -53,28 +54,34 @@ void Request::resize() {
     if (token != denoiser_.expand_token_id) continue;
     const int32_t added = room > 0 && expansions_left_ > 0 ? 1 : 0;
     room -= added, expansions_left_ -= added;
-    replace(at, 1 + static_cast<size_t>(added));
+    replace(at, 1 + added);
   }
 }
 
-void Request::replace(int32_t at, size_t count) {
-  const auto splice = [&](auto& list, auto value, size_t width = 1) {
-    const auto first = list.begin() + static_cast<std::ptrdiff_t>(at * width);
-    list.insert(list.erase(first, first + static_cast<std::ptrdiff_t>(width)), count * width,
-                value);
-  };
-  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
-  splice(canvas_, denoiser_.mask_token_id);
-  splice(undecided_, uint8_t{1});
-  splice(is_given_, false);
-  splice(guess_, -1);
-  splice(score_, 0.0f);
-  splice(log_probs_, kNone);
-  splice(top_tokens_, -1, top_count_);
-  splice(top_log_probs_, kNone, top_count_);
+void Request::replace(int32_t at, int32_t count) {
+  splice(at, 1, count);
   for (Stage& stage : plan_)  // the whole canvas is one block
     stage.rows.last = stage.decided.last = stage.awaited.last = stage.block.last =
         static_cast<int32_t>(canvas_.size());
+}
+
+void Request::splice(int32_t at, int32_t removed, int32_t added) {
+  const auto change = [&](auto& list, auto value, size_t width = 1) {
+    const auto first = list.begin() + static_cast<std::ptrdiff_t>(at * width);
+    list.insert(list.erase(first, first + static_cast<std::ptrdiff_t>(removed * width)),
+                added * width, value);
+  };
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  change(canvas_, denoiser_.mask_token_id);
+  if (guidance() > 0) change(unconditional_, denoiser_.mask_token_id);
+  change(undecided_, uint8_t{1});
+  change(is_given_, false);
+  change(guess_, -1);
+  change(score_, 0.0f);
+  change(log_probs_, kNone);
+  change(top_tokens_, -1, top_count_);
+  change(top_log_probs_, kNone, top_count_);
+  change(is_added_, uint8_t{1});
 }
 
 bool Request::has_end(size_t length) const {
@@ -106,8 +113,10 @@ void Request::end(int32_t why) {
   proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = canvas_.size(); at-- > 0;) {
     if (undecided_[at] == 0) continue;
-    if (denoiser_.resizes() && (guess[at] < 0 || guess[at] == denoiser_.expand_token_id ||
-                                guess[at] == denoiser_.delete_token_id)) {
+    if (guess[at] == denoiser_.expand_token_id || guess[at] == denoiser_.split_token_id ||
+        guess[at] == denoiser_.delete_token_id)
+      guess[at] = -1;
+    if (denoiser_.resizes() && guess[at] < 0) {
       replace(static_cast<int32_t>(at), 0);
       continue;
     }

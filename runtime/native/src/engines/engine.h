@@ -105,6 +105,9 @@ struct Denoiser {
   // The tokens that change the length of a canvas; -1: the denoiser has no such tokens. A decided
   // expand token becomes two mask tokens, and a decided delete token is removed (DreamOn).
   int32_t expand_token_id = -1, delete_token_id = -1;
+  // If it is not -1, passes rewrite their block (LLaDA2.2): a predicted split token inserts a mask
+  // token, and a predicted delete_token_id removes its position.
+  int32_t split_token_id = -1;
   // True if draft passes decide the text, and shift is 1 (SDLM). The first draft row is the last
   // decided token, and the others are mask tokens. They see all rows of the pass. The rows before
   // them are causal, and store decided tokens.
@@ -118,6 +121,7 @@ struct Denoiser {
   bool splits_prompts() const { return visible_block > 0 && !blocks_after_prompt; }
 
   bool resizes() const { return expand_token_id >= 0; }
+  bool rewrites() const { return split_token_id >= 0; }
 
   // Returns the width of the self-conditioning in the arrays of a pass. The width is 0 if contexts
   // keep self-conditioning.
