@@ -632,7 +632,7 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], Overrides, st
     (llada2_config, {"n_group": 3}, Overrides(), "num_experts 16 in n_group 3"),
     (llada2_config, {"num_experts_per_tok": 9}, Overrides(), "cannot give each token"),
     (llada2_config, {"score_function": "softmax"}, Overrides(), "score_function"),
-    (llada2_config, {"expert_capacity": 48}, Overrides(), "belongs to LLaDA2.2, which is not"),
+    (llada2_config, {"expert_capacity": 8, "block_size": 32}, Overrides(), "belong to LLaDA2.2"),
     (llada2_config, {"rope_scaling": {"type": "longrope"}}, Overrides(), "'longrope' is not"),
     (WEDLM, {"use_sliding_window": True}, Overrides(), "use_sliding_window = true is not"),
     (WEDLM, {"attention_bias": "yes"}, Overrides(), "must be true or false, found 'yes'"),

@@ -265,6 +265,7 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
     else:
         r = mlp.router
         inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
+        inside += "" if r.block_experts is None else f", {r.block_experts} in a block"
         inside += f", one of {mlp.shared_size} for all" * (mlp.shared_size > 0)
         inside += f"; by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (r.groups > 1)
         inside += "" if r.bias is None else f" and a bias of the {r.bias}"

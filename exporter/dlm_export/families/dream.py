@@ -9,11 +9,9 @@ one for deleting, with which its decoding loop changes the length of a canvas.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.reading import check_token
+from dlm_export.families.reading import with_tokens
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
@@ -50,14 +48,7 @@ def _with_resizing(checkpoint: Checkpoint, network: NetworkSpec) -> NetworkSpec:
         return network
     if delete is None:
         delete = network.end_token_id
-    for key, token in (("expand_token_id", expand), ("delete_token_id", delete)):
-        check_token(checkpoint, key, token, network.vocab_size)
-    if len({expand, delete, network.mask_token_id}) < 3:
-        raise CheckpointError(
-            f"{checkpoint.config.path}: expand_token_id {expand}, delete_token_id {delete} and mask_token_id "
-            f"{network.mask_token_id} must be three tokens. Correct the file."
-        )
-    return replace(network, expand_token_id=expand, delete_token_id=delete)
+    return with_tokens(checkpoint, network, expand_token_id=expand, delete_token_id=delete)
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Defines the family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745).
+"""Defines the family LLaDA2.0, 2.1 and 2.2, mini and flash (arXiv:2512.15745).
 
 LLaDA2 has block-causal attention with blocks of 32 tokens. Each row of logits predicts the token at
 its own position (no shift). The layers are the same as in Bailing-MoE. One matrix computes queries,
@@ -7,13 +7,16 @@ the value heads. Queries and keys are normed, and then half of each head's featu
 router first chooses the best groups of experts, and then the experts with the best scores in the
 chosen groups. A score is a sigmoid plus a bias. The routing weights do not include the bias. Config
 keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
+
+LLaDA2.2 has no groups. Instead, all tokens of a block choose from the same ``expert_capacity``
+experts. A token for deleting and one for splitting rewrite blocks in its decoding loop.
 """
 
 from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Overrides
-from dlm_export.families.reading import read_heads
+from dlm_export.families.reading import read_heads, with_tokens
 from dlm_export.families.rope_config import read_rope
 from dlm_export.families.trunks import EXPERT_NAMES, expert_counts, network_of
 from dlm_export.network.spec import (
@@ -33,7 +36,6 @@ BLOCK_LENGTH = 32
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released LLaDA2 config.json. Raises CheckpointError."""
     config = checkpoint.config
-    _refuse_llada2_2(config)
     config.require("hidden_act", "silu")
     config.require("use_qkv_bias", False)
     config.require("use_bias", False)
@@ -41,6 +43,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("score_function", "sigmoid")
     config.require("norm_topk_prob", True)
     config.require("router_dtype", "fp32")
+    config.require("norm_head", False)
     for without_effect in (
         "sliding_window",
         "use_qk_norm",
@@ -53,9 +56,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         read_rope(config),
         qk_norm=_has(checkpoint, "attention.query_layernorm.weight"),
         visibility="block",
-        block_length=config.integer(
-            "block_length", default=BLOCK_LENGTH, instead=overrides.attention_block
-        ),
+        block_length=_block_length(config, overrides),
     )
     norm_eps = config.number("rms_norm_eps")
     count = config.integer("num_hidden_layers", high=1024)
@@ -64,24 +65,27 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     mlps: list[MlpSpec | ExpertsSpec] = [experts] * count
     mlps[:dense] = [MlpSpec(config.integer("intermediate_size"))] * dense
     layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in mlps)
-    return network_of(checkpoint, overrides, "llada2", layers, norm_eps)
-
-
-OF_LLADA2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
-"""Config keys that only LLaDA2.2 has."""
-
-
-def _refuse_llada2_2(config: Config) -> None:
-    """Reject LLaDA2.2. It has the architecture name of LLaDA2.0, but a different router and loop.
-
-    Raises CheckpointError.
-    """
-    found = [key for key in OF_LLADA2_2 if config.get(key) is not None]
-    if found:
+    network = network_of(checkpoint, overrides, "llada2", layers, norm_eps)
+    tokens = {key: config.get(key) for key in LOOP_TOKENS}
+    if experts.router.block_experts is None and set(tokens.values()) == {None}:
+        return network
+    if None in tokens.values():
         raise CheckpointError(
-            f"{config.path}: {found[0]} belongs to LLaDA2.2, which is not supported: its router limits the experts of a whole "
-            "block, and its loop deletes and inserts tokens. Use LLaDA2.0 or LLaDA2.1."
+            f"{config.path}: expert_capacity, delete_token_id and split_token_id belong to LLaDA2.2, whose loop needs both "
+            "tokens. Add the missing ones. Their ids are defaults of generate() in the checkpoint's modeling file."
         )
+    return with_tokens(checkpoint, network, **tokens)
+
+
+LOOP_TOKENS = ("delete_token_id", "split_token_id")
+"""Config keys that only LLaDA2.2 has. The released config.json may lack them."""
+
+
+def _block_length(config: Config, overrides: Overrides) -> int:
+    """Return the block length of the attention. Routers with a capacity use the same blocks."""
+    if config.get("expert_capacity") is not None:
+        return config.integer("block_size", instead=overrides.attention_block)
+    return config.integer("block_length", BLOCK_LENGTH, instead=overrides.attention_block)
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
@@ -99,8 +103,12 @@ def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
     # Mark this key as read. Its value is ignored, because the tensors show whether there is a bias.
     config.get("moe_router_enable_expert_bias")
     count, active = expert_counts(config)
+    of_block = None
     groups = config.integer("n_group", default=1, high=count)
     kept = config.integer("topk_group", default=groups, high=groups)
+    if config.get("expert_capacity") is not None:
+        of_block = config.integer("expert_capacity", low=active, high=count)
+        groups = kept = 1  # a router with a capacity ignores groups
     if count % groups or (groups > 1 and count == groups) or active > count // groups * kept:
         raise CheckpointError(
             f"{config.path}: num_experts {count} in n_group {groups}, of which topk_group {kept} are active, cannot give each "
@@ -113,7 +121,12 @@ def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
     )
     scale = config.number("routed_scaling_factor", 1.0)
     router = RouterSpec(
-        "sigmoid", "choice" if has_bias else None, scale=scale, groups=groups, active_groups=kept
+        "sigmoid",
+        "choice" if has_bias else None,
+        scale=scale,
+        groups=groups,
+        active_groups=kept,
+        block_experts=of_block,
     )
     return ExpertsSpec(count, active, size, shared_size, router=router)
 
@@ -148,7 +161,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     "llada2",
     ("LLaDA2MoeModelLM",),
-    "LLaDA2.0 and 2.1, mini and flash",
+    "LLaDA2.0, 2.1 and 2.2, mini and flash",
     "llada2",
     read_network,
     LAYOUT.origins,

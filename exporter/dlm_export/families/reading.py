@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.checkpoints.tokenizer import mask_token_id
 from dlm_export.families.base import Overrides
+from dlm_export.network.spec import NetworkSpec
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,23 @@ def check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: in
             f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
             f"{'Pass --mask-token-id, or correct' if name == 'mask_token_id' else 'Correct'} the file."
         )
+
+
+def with_tokens(checkpoint: Checkpoint, network: NetworkSpec, **tokens: Any) -> NetworkSpec:
+    """Set tokens that the decoding loop interprets, such as ``delete_token_id``.
+
+    Raises CheckpointError if one of them is not a token, or if two of them, or one and the mask
+    token, are equal.
+    """
+    for key, token in tokens.items():
+        check_token(checkpoint, key, token, network.vocab_size)
+    every = tokens | {"mask_token_id": network.mask_token_id}
+    if len(set(every.values())) < len(every):
+        said = ", ".join(f"{key} {token}" for key, token in every.items())
+        raise CheckpointError(
+            f"{checkpoint.config.path}: {said} must be different tokens. Correct the file."
+        )
+    return replace(network, **tokens)
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.cache_dtypes import read_back
-from dlm_export.network.experts import Experts
+from dlm_export.network.experts import BlockRows, Experts, rows_of_blocks
 from dlm_export.network.linear import (
     MLP,
     Linear,
@@ -54,6 +54,7 @@ class Turn(NamedTuple):
     ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by ``query_scale``. If the
     network has draft passes, ``is_draft`` ``[B, T, 1]`` says which tokens belong to a draft pass.
     If the network has low-rank updates, ``is_updated`` ``[B, T, 1]`` says which tokens use them.
+    ``blocks`` are the blocks of the pass, if the layer's router needs them.
     """
 
     cos: Tensor
@@ -62,6 +63,7 @@ class Turn(NamedTuple):
     query_scale: Tensor | None = None
     is_draft: Tensor | None = None
     is_updated: Tensor | None = None
+    blocks: BlockRows | None = None
 
 
 Past = tuple[Tensor, Tensor]
@@ -232,6 +234,7 @@ def turns_of(
         if not is_causal:
             ids = position_ids % longest
     scales: dict[QueryScale, Tensor] = {}
+    blocks: dict[int, BlockRows] = {}
     found: list[Turn | None] = []
     for layer in layers:
         rope, table = layer.attention.rope, rotary_table(layer.attention)
@@ -242,6 +245,9 @@ def turns_of(
         if scale is not None and scale.original_length < longest and scale not in scales:
             times = torch.floor(ids.float() / scale.original_length)
             scales[scale] = (1 + scale.beta * torch.log(1 + times)).unsqueeze(-1)
+        length = layer.attention.visible_block if layer.block_experts is not None else None
+        if length is not None and length not in blocks:
+            blocks[length] = rows_of_blocks(position_ids, length)
         module = tables[known.index(table)]
         found.append(
             Turn(
@@ -251,6 +257,7 @@ def turns_of(
                 None if scale is None else scales.get(scale),
                 is_draft,
                 is_updated,
+                None if length is None else blocks[length],
             )
         )
     return found
@@ -387,8 +394,8 @@ class Block(nn.Module):
         y, present = self.attention(self.attention_norm(x), turn, hidden, past, cache_dtype)
         x = self.attention_sum_norm(x + self.attention_out_norm(y))
         y = self.mlp_norm(x)
-        is_updated = None if turn is None else turn.is_updated
-        y = self.mlp(y, is_updated) if isinstance(self.mlp, MLP) else self.mlp(y)
+        is_updated, blocks = (None, None) if turn is None else (turn.is_updated, turn.blocks)
+        y = self.mlp(y, is_updated) if isinstance(self.mlp, MLP) else self.mlp(y, blocks)
         y = self.mlp_sum_norm(x + self.mlp_out_norm(y))
         if not self.scalars:
             return y, present

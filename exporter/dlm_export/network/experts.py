@@ -10,6 +10,7 @@ Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,42 @@ def _shape_of_experts(
     return torch.empty_like(x)
 
 
+class BlockRows(NamedTuple):
+    """Tells which rows of a pass belong to the same attention block.
+
+    ``first`` int64 ``[B, T, 1]`` contains the first row of each row's block. ``is_same[k]`` bool ``[B,
+    T, 1]`` says whether the row i + 2^k is in the same block as row i.
+    """
+
+    first: Tensor
+    is_same: tuple[Tensor, ...]
+
+
+def rows_of_blocks(position_ids: Tensor, block_length: int) -> BlockRows:
+    """Find the blocks of a pass with the position ids ``[B, T]``.
+
+    The pass may contain the rows of several requests, one request after the other. The positions of
+    a request are consecutive, and only those of the first request may start inside a block.
+    """
+    rows = torch.arange(position_ids.shape[1], device=position_ids.device)
+    first = (rows - position_ids % block_length).clamp(min=0).unsqueeze(-1)
+    steps = range((block_length - 1).bit_length())
+    return BlockRows(first, tuple(_later(first, 1 << k) == first for k in steps))
+
+
+def _later(values: Tensor, distance: int) -> Tensor:
+    """Return what ``values`` ``[B, T, n]`` contain ``distance`` rows later. The last rows are -1."""
+    return F.pad(values, (0, 0, 0, distance), value=-1)[:, distance:]
+
+
+def block_maxima(values: Tensor, blocks: BlockRows) -> Tensor:
+    """Return the largest values ``[B, T, E]`` of the rows of each row's block."""
+    for k, is_same in enumerate(blocks.is_same):
+        # Before this step, a row has the maximum of itself and the next 2^k - 1 rows of its block.
+        values = values.maximum(_later(values, 1 << k)).where(is_same, values)
+    return values.gather(1, blocks.first.expand_as(values))
+
+
 class Router(nn.Module):
     """Chooses the experts of each token, as ``RouterSpec`` describes.
 
@@ -53,6 +90,10 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.active, self.spec = spec.active, spec.router
+        # A limit per block works as groups of one expert, which a whole block chooses together.
+        of_block, r = spec.router.block_experts, spec.router
+        self.groups = r.groups if of_block is None else spec.count
+        self.active_groups = r.active_groups if of_block is None else of_block
         self.norm = RMSNorm(hidden_size, norm_eps, is_plain) if spec.router.has_norm else None
         self.weight = nn.Parameter(torch.empty(hidden_size, spec.count))
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
@@ -60,13 +101,19 @@ class Router(nn.Module):
             nn.Parameter(torch.empty(spec.count)) if spec.router.has_expert_scales else None
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, blocks: BlockRows | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of the tokens ``x`` ``[.., hidden]``.
 
         Returns the chosen experts, int64 ``[.., k]``, and their routing weights, fp32 ``[.., k]``.
+        ``blocks`` are the blocks of the pass, for routers with ``block_experts``.
         """
         scores, judged = self.scores(x)
-        chosen = self._of_groups(judged, self._worth(judged)).topk(self.active).indices
+        worth = self._worth(judged, blocks)
+        if blocks is None:
+            chosen = self._of_groups(judged, worth).topk(self.active).indices
+        else:  # the same choice, without the large intermediate array of _of_groups
+            allowed = worth.topk(self.active_groups).indices
+            chosen = allowed.gather(-1, judged.gather(-1, allowed).topk(self.active).indices)
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +150,7 @@ class Router(nn.Module):
             weights = weights * F.embedding(chosen, scales).squeeze(-1)
         return weights if r.scale == 1 else weights * r.scale
 
-    def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
+    def shortfall(self, judged: Tensor, chosen: Tensor, blocks: BlockRows | None = None) -> Tensor:
         """Return how much lower the scores of ``chosen`` ``[.., k]`` are than the best scores.
 
         The result is ``[..]``. ``judged`` ``[.., E]`` contains the scores by which the router
@@ -111,16 +158,17 @@ class Router(nn.Module):
         groups, and the chosen experts with the best experts of the same groups. The result is the
         larger of these two differences. If the chosen experts have the same scores as the best
         experts, the result is 0. The result is infinity if an expert is chosen twice, or if the
-        experts are from too many groups.
+        experts are from too many groups. With ``block_experts``, each expert is a group, and a block
+        must not have too many experts.
         """
-        r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
         is_wrong, short = taken.sum(-1) < self.active, torch.zeros_like(judged[..., 0])
         allowed = judged
-        if r.active_groups < r.groups:
-            worth, has_chosen = self._worth(judged), self._grouped(taken).amax(-1) > 0
-            is_wrong |= has_chosen.sum(-1) > r.active_groups
-            short = worth.topk(r.active_groups).values[..., -1] - worth.where(
+        if self.active_groups < self.groups:
+            worth, has_chosen = self._worth(judged, blocks), self._grouped(taken).amax(-1)
+            has_chosen = (has_chosen if blocks is None else block_maxima(has_chosen, blocks)) > 0
+            is_wrong |= has_chosen.sum(-1) > self.active_groups
+            short = worth.topk(self.active_groups).values[..., -1] - worth.where(
                 has_chosen, torch.inf
             ).amin(-1)
             allowed = self._of_groups(judged, worth.where(~has_chosen, torch.inf))
@@ -128,25 +176,26 @@ class Router(nn.Module):
         return torch.maximum(short, behind).clamp(min=0).where(~is_wrong, torch.inf)
 
     def _grouped(self, judged: Tensor) -> Tensor:
-        return judged.view(
-            *judged.shape[:-1], self.spec.groups, judged.shape[-1] // self.spec.groups
-        )
+        return judged.view(*judged.shape[:-1], self.groups, judged.shape[-1] // self.groups)
 
-    def _worth(self, judged: Tensor) -> Tensor:
+    def _worth(self, judged: Tensor, blocks: BlockRows | None) -> Tensor:
         """Return the score of each of G groups of experts, ``[.., G]``.
 
         The score of a group is the sum of the scores of its two best experts. If G is 1, the result
-        is not used.
+        is not used. With ``block_experts``, each expert is a group, and its score is the highest one
+        in the block.
         """
-        return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
+        if self.spec.block_experts is not None:
+            assert blocks is not None
+            return block_maxima(judged, blocks)
+        return judged if self.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
     def _of_groups(self, judged: Tensor, worth: Tensor) -> Tensor:
         """Return the scores ``[.., E]``, with minus infinity for experts outside the best groups."""
-        r = self.spec
-        if r.active_groups == r.groups:
+        if self.active_groups == self.groups:
             return judged
-        best = worth.topk(r.active_groups).indices
-        is_best = (best.unsqueeze(-1) == torch.arange(r.groups, device=best.device)).any(-2)
+        best = worth.topk(self.active_groups).indices
+        is_best = (best.unsqueeze(-1) == torch.arange(self.groups, device=best.device)).any(-2)
         kept: Tensor = self._grouped(judged).where(is_best.unsqueeze(-1), -torch.inf).flatten(-2)
         return kept
 
@@ -270,9 +319,9 @@ class Experts(nn.Module):
             norm = RMSNorm(hidden_size, norm_eps, is_plain) if spec.branch_norms else nn.Identity()
             self.add_module(name, norm)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` and the result are ``[B, T, hidden]``."""
-        y: Tensor = self.experts(self.experts_norm(x), *self.router(x))
+    def forward(self, x: Tensor, blocks: BlockRows | None = None) -> Tensor:
+        """``x`` and the result are ``[B, T, hidden]``. ``Router`` explains ``blocks``."""
+        y: Tensor = self.experts(self.experts_norm(x), *self.router(x, blocks))
         if self.shared is None:
             return y
         z: Tensor = self.shared_out_norm(self.shared(self.shared_norm(x)))

@@ -190,6 +190,9 @@ class RouterSpec:
       ``hidden_size ** -0.5``.
     - ``has_expert_scales``: True if the routing weight of each expert is also multiplied by a
       number that was learned for this expert.
+    - ``block_experts``: if it is not ``None``, all tokens of an attention block choose from the same
+      ``block_experts`` experts. These are the experts with the highest scores in the block, where
+      the score of an expert is its highest score for any token of the block (LLaDA2.2).
     """
 
     score: str = "softmax"
@@ -200,6 +203,7 @@ class RouterSpec:
     active_groups: int = 1
     has_norm: bool = False
     has_expert_scales: bool = False
+    block_experts: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError if fields contradict each other."""
@@ -241,6 +245,13 @@ class ExpertsSpec:
         if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
             raise ValueError(
                 f"{self.active} active of {self.count} experts, with {r.active_groups} of {groups} groups active"
+            )
+        most = r.block_experts
+        if most is not None and groups > 1:
+            raise ValueError("experts of a block and groups of experts cannot both be limited")
+        if most is not None and not self.active <= most <= self.count:
+            raise ValueError(
+                f"{self.active} active experts of the {most} that a block uses, of {self.count} experts"
             )
 
 
@@ -287,6 +298,10 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         """Raises ValueError if fields contradict each other."""
+        if self.block_experts is not None and (
+            self.attention.visibility != "block" or self.attention.rope is None
+        ):
+            raise ValueError("block_experts needs block-causal attention and rotary positions")
         roles = [update.role for update in self.draft_updates]
         if not roles:
             return
@@ -299,6 +314,11 @@ class LayerSpec:
             raise ValueError(
                 f"updates for draft passes of {', '.join(roles)}; the layer has {', '.join(sorted(known))}"
             )
+
+    @property
+    def block_experts(self) -> int | None:
+        """The number of experts from which a block chooses, or ``None``. See ``RouterSpec``."""
+        return self.mlp.router.block_experts if isinstance(self.mlp, ExpertsSpec) else None
 
     @property
     def scalars(self) -> tuple[str, ...]:

@@ -655,6 +655,15 @@ class NetworkSpec:
         return drafts.pop() if len(drafts) == 1 else None
 
     @property
+    def block_experts(self) -> int | None:
+        """The largest number of experts that a block of a layer uses, or ``None`` for no limit."""
+        limits = [
+            layer.block_experts for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)
+        ]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if known and len(known) == len(limits) else None
+
+    @property
     def has_causal_drafts(self) -> bool:
         """True if the network is autoregressive, and drafts tokens in causal passes.
 

@@ -19,6 +19,7 @@ faster than ONNX Runtime. The measurement uses as many threads as the bundle.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections import Counter
@@ -175,7 +176,7 @@ class Costs:
 
         A pass reads only the experts that the router chooses, unless ``all_experts`` is true. The
         function counts the expected number of these experts, and assumes that all experts are
-        equally likely.
+        equally likely. A block does not use more experts than its router allows.
 
         Args:
             tokens: Number of tokens that the pass computes, per canvas.
@@ -189,12 +190,15 @@ class Costs:
         looked_up = batch * tokens * self._held_table_bytes // network.vocab_size
         weight_bytes = self.element_bytes * network.vector_elements + looked_up
         macs: Counter[str] = Counter()
+        most_experts, block = math.inf, network.visible_block
+        if network.block_experts is not None and block is not None and not all_experts:
+            most_experts = network.block_experts * batch * -(-tokens // block)
         for kind in self._kinds:
             scored = batch * (rows if kind.part == HEAD else tokens)
             if scored == 0:
                 continue
             share = 1.0 if all_experts else kind.share
-            reached = kind.experts * (1 - (1 - share) ** scored)
+            reached = min(kind.experts * (1 - (1 - share) ** scored), most_experts)
             weight_bytes += kind.number * round(reached * kind.expert_bytes)
             macs[f"{kind.part}.{kind.arithmetic}"] += (
                 kind.number * round(scored * kind.experts * share) * kind.expert_macs

@@ -55,7 +55,7 @@ from dlm_export.judging.parity.verdict import (
     rounded,
 )
 from dlm_export.memory import give_back
-from dlm_export.network.experts import RoutedMLPs, Router, Stacked
+from dlm_export.network.experts import BlockRows, RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.linear import activate
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
@@ -203,6 +203,8 @@ class _Beside:
         self.expected: list[np.ndarray] = []
         # The values that the graph computed in the current part, with one mapping per batch.
         self._shown: list[Values] = []
+        # The blocks of the pass that computes now, for each mixture of experts.
+        self._blocks: dict[str, BlockRows | None] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
         """Compute one part of the graph in torch, and compare the layers of the part.
@@ -235,6 +237,7 @@ class _Beside:
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[_router_of(path)]
             assert isinstance(router, Router)
+            router.register_forward_pre_hook(functools.partial(self._note_blocks, path))
             if router.norm is not None:
                 router.register_forward_pre_hook(functools.partial(self._before_router, path))
             module.register_forward_pre_hook(functools.partial(self._before_experts, path, router))
@@ -267,6 +270,9 @@ class _Beside:
         self._note(layer, 0.0, float("inf"))
         return None
 
+    def _note_blocks(self, path: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        self._blocks[path] = inputs[1]
+
     def _before_router(self, path: str, router: Any, inputs: tuple[Tensor, ...]) -> None:
         """Compare the router's inputs, whose norm is not that of the experts' inputs."""
         theirs = self._shown_now()[self.taps[_router_of(path)].input]
@@ -289,7 +295,7 @@ class _Beside:
         weights = router.weights_of(scores, judged, chosen)
         theirs = torch.from_numpy(values[routes.output]).to(x.device)
         for wrong, right in (
-            (router.shortfall(judged, chosen), judged),
+            (router.shortfall(judged, chosen, self._blocks[path]), judged),
             ((weights - theirs).abs(), weights),
         ):
             relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
