@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ policies = st.builds(
     threshold=st.floats(0.2, 0.9),
     entropy_bound=st.floats(0.1, 4),
     next_block=st.floats(0, 0.99),
+    finish_threshold=st.sampled_from((1.0, 0.3)),
 )
 caches = st.fixed_dictionaries(
     {
@@ -182,10 +184,35 @@ def test_denoisers_that_predict_the_next_position_refuse_a_cache_by_name() -> No
         bundle.generate(tokens=[9], max_new_tokens=8, **AHEAD | {"cache": "prefix"})
 
 
-def test_block_causal_denoisers_refuse_it_by_name() -> None:
+@settings(max_examples=30)
+@given(
+    policy=policies,
+    new=st.integers(1, 24),
+    given_count=st.integers(1, 13),
+    blocks=st.integers(1, 2),
+    force_next=st.sampled_from((1.0, 0.5)),
+    seed=st.integers(0, 20),
+)
+def test_block_causal_denoisers_decide_several_blocks_with_an_exact_cache(
+    policy: Policy, new: int, given_count: int, blocks: int, force_next: float, seed: int
+) -> None:
+    """The native loop equals the reference, and texts with the cache equal those without it."""
+    policy = replace(policy, block_length=4 * blocks, force_next=force_next)
+    denoiser, tokens = random_network(4, 0, seed), prompt_of(given_count, seed)
+    wanted = reference.generate(denoiser, tokens, policy, new)
+    with under_native_loop(denoiser) as bundle:
+        for cache in ("none", "block"):
+            fields = policy.as_dict() | {"cache": cache}
+            out = bundle.generate(tokens=tokens, max_new_tokens=new, **fields)
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+            again = reference.generate(denoiser, tokens, replace(policy, cache=cache), new)
+            assert (again.tokens, again.nfe) == (wanted.tokens, wanted.nfe)
+
+
+def test_shifted_block_causal_denoisers_refuse_it_by_name() -> None:
     with (
-        under_native_loop(random_network(4, 0, 0)) as bundle,
-        pytest.raises(DlmError, match=r"needs full attention.*use next_block = 1"),
+        under_native_loop(random_network(4, 1, 0)) as bundle,
+        pytest.raises(DlmError, match=r"rows predict their own positions.*use next_block = 1"),
     ):
         bundle.generate(tokens=[9], max_new_tokens=8, **AHEAD | {"block_length": 4})
 

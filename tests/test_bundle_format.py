@@ -358,13 +358,13 @@ def policies(draw: st.DrawFn) -> Policy:
             "refresh",
             "reuse_prompt",
             "score",
+            "finish_threshold",
         )
         fields |= {name: properties[name]["default"] for name in needed} | {"commit": "dynamic"}
     if fields["commit"] not in ("threshold", "entropy_threshold"):
         fields["next_block"] = 1
     if fields["next_block"] < 1:
         fields |= {"remask": "none", "store": "pass", "refresh": 0, "reuse_prompt": 0}
-        fields["finish_threshold"] = 1
         fields["sub_block_length"] = 0
         fields["cache"] = "none" if fields["cache"] == "none" else "prefix"
     if fields["next_block"] == 1 or fields["cache"] == "none":

@@ -111,7 +111,6 @@ AHEAD = {
     "score": "entropy",
     "next_block": 0.5,
     "cache": "prefix",
-    "finish_threshold": 1.0,
 }
 
 
@@ -460,7 +459,7 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
             "cannot be combined with edits",
         ),
         (
-            {"next_block": 0.5, "commit": "threshold", "finish_threshold": 0.5},
+            {"finish_threshold": 0.5, "commit": "threshold", "remask": "noise", "cache": "none"},
             "cannot be combined with finish_threshold",
         ),
         ({"next_block": 1.5}, "next_block = 1.5 is outside 0..1"),

@@ -153,6 +153,8 @@ _OF_DRAFTS = [
     PRESETS[name] for name in ("self-speculation", "autoregressive", "nemotron-diffusion")
 ]
 """The presets for networks with draft passes."""
+_OWN = ("dreamon", "sdlm", "d2f", "llada2.2")
+"""The presets that are the only preset of their networks."""
 
 
 def presets_for(
@@ -177,16 +179,8 @@ def presets_for(
     ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and predict the
     next positions. ``blocks_after_prompt`` is true for D2F.
     """
-    own = [
-        name
-        for name, is_own in (
-            ("dreamon", resizes),
-            ("sdlm", has_shifted_drafts),
-            ("d2f", blocks_after_prompt),
-            ("llada2.2", rewrites),
-        )
-        if is_own
-    ]
+    is_own = (resizes, has_shifted_drafts, blocks_after_prompt, rewrites)
+    own = [name for name, is_its in zip(_OWN, is_own, strict=True) if is_its]
     found = {
         name: policy
         for name, policy in PRESETS.items()
@@ -211,7 +205,7 @@ def _suits(
         return policy.commit == "verify"
     if (policy.remask == "noise") != (noise == "uniform"):
         return False
-    if policy in (PRESETS["dreamon"], PRESETS["sdlm"], PRESETS["d2f"]):
+    if any(policy == PRESETS[name] for name in _OWN):
         return False
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False

@@ -242,7 +242,7 @@ def _rich_bars() -> Any:
 def print_effort(effort: Mapping[str, Any]) -> None:
     """Print a bundle's effort levels.
 
-    For each effort level, print the measured quality and number of passes.
+    For each effort level, print the measured quality, number of passes and time per prompt.
     """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
@@ -251,11 +251,12 @@ def print_effort(effort: Mapping[str, Any]) -> None:
             name,
             f"{point['quality']:.1%}",
             f"{point['nfe']:.2f}",
+            f"{point['ms']:.2f}" if point.get("ms") else "",
             ", ".join(f"{field} {value}" for field, value in point["changes"].items())
             or "as the preset",
         ]
         for name, point in effort["levels"].items()
     ]
-    print_table(title, ["", kind, "NFE", "loop"], rows)
+    print_table(title, ["", kind, "NFE", "ms", "loop"], rows)
     if effort["samples"] < FEWEST_SAMPLES:
         click.echo(f"{effort['samples']} samples are few: `dlm-export effort` fits levels on more.")

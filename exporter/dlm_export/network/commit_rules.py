@@ -117,7 +117,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
             taken, before = taken + 1, before - ranked[taken]
     else:
         raise ValueError(f"unknown commit rule {policy.commit!r}")
-    if policy.commit in FRACTION_RULES and score.min() >= score_of(policy.finish_threshold):
+    if _finishes(score, policy):
         taken = len(score)
     chosen = np.zeros(len(score), bool)
     chosen[order[:taken]] = True
@@ -132,19 +132,27 @@ def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
     return found
 
 
+def _finishes(score: np.ndarray, policy: Policy) -> bool:
+    """Return True if a pass commits all undecided positions of a block, which have these scores."""
+    limit = score_of(policy.finish_threshold)
+    return policy.commit in FRACTION_RULES and bool(score.min() >= limit)
+
+
 def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Choose positions of several blocks, at least one in each block of ``turn.forced``.
+    """Choose positions of several blocks, at least one in each forced block of ``turn.started``.
 
     With ``compare`` ">=", the position with the highest score always commits, as in d3LLM's code
     for LLaDA. With ``compare`` ">", a position whose score does not reach the threshold commits
-    only if it is the best one of a block in ``turn.forced``, as in the code of D2F, and in d3LLM's
-    code for Dream.
+    only if it is the best one of a forced block, as in the code of D2F, and in d3LLM's code for
+    Dream, or if it finishes its block.
     """
     is_low = policy.compare == ">" and not _reach(score, policy).any()
     chosen = np.zeros(len(score), bool) if is_low else choose(score, policy, 1)
-    for first, last in turn.forced:
+    for first, last, is_forced in turn.started:
         is_inside = (first <= turn.positions) & (turn.positions < last)
-        if not (chosen & is_inside).any():
+        if _finishes(score[is_inside], policy):
+            chosen |= is_inside
+        elif is_forced and not (chosen & is_inside).any():
             chosen[np.argmax(np.where(is_inside, score, -np.inf))] = True
     return chosen
 
@@ -177,7 +185,7 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return changed
     if not len(score):
         return np.zeros(0, bool)
-    if turn.forced:
+    if turn.started:
         return _choose_ahead(turn, score, policy)
     if turn.is_forced:
         score = score.copy()

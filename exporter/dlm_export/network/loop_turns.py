@@ -77,8 +77,8 @@ class Turn:
       last position has no drafted token, and contains -1.
     - ``drafts``: the positions after ``positions`` whose tokens the pass drafts, int64 ``[N]``, if
       it also verifies tokens. The drafts are used only if the turn decides all of ``positions``.
-    - ``forced``: if the turn decides positions of several blocks, the blocks ``(first, last)`` in
-      each of which at least one position commits.
+    - ``started``: if the turn decides positions of several blocks, the unfinished blocks ``(first,
+      last, is_forced)``. In a forced block, at least one position commits.
     - ``steps``: the number of passes planned for the same positions.
     """
 
@@ -93,7 +93,7 @@ class Turn:
     standing: np.ndarray | None = None
     drafted: np.ndarray | None = None
     drafts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    forced: tuple[tuple[int, int], ...] = ()
+    started: tuple[tuple[int, int, bool], ...] = ()
     steps: int = 1
 
 
@@ -275,13 +275,11 @@ def _ahead_turns(
             last = start
         elif shares[-1] >= policy.next_block and not has_end:
             last = min(last + 1, len(blocks) - 1)
-        later = blocks[start + 1 : last + 1]
-        forced = [
-            each
-            for share, each in zip(shares, later, strict=False)
-            if policy.force_next < 1
-            and share >= policy.force_next
-            and undecided[slice(*each)].any()
+        later = zip(shares, blocks[start + 1 : last + 1], strict=False)
+        started = [
+            (*each, policy.force_next < 1 and share >= policy.force_next)
+            for share, each in later
+            if undecided[slice(*each)].any()
         ]
         end = blocks[last][1]
         if policy.cache == "none":
@@ -295,7 +293,7 @@ def _ahead_turns(
         positions = block.start + np.flatnonzero(undecided[block.start : end])
         yield Turn(
             *(block.start, end, passes, passes, span, positions, 1),
-            forced=((block.start, block.stop), *forced),
+            started=((block.start, block.stop, True), *started),
         )
         passes += 1
         ends = np.flatnonzero(_ends(canvas, wanted, looped))

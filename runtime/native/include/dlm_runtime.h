@@ -360,10 +360,10 @@ typedef struct dlm_policy {
                                n, counted from 1, computes all stored keys and values again if n is
                                a multiple of this number. 0 (default): no pass does this */
   double finish_threshold;  /* for commit "threshold", "dynamic", "factor" and "longest_prefix",
-                               0..1: if the scores of all undecided positions of the block are at
+                               0..1: if the scores of all undecided positions of a block are at
                                least this number, the pass commits all of them. 1 (default): no
-                               pass does this. A lower number cannot be combined with next_block
-                               below 1 or remask "noise" */
+                               pass does this. A lower number cannot be combined with remask "noise"
+                               or "rewrite" */
   double force_next; /* for next_block below 1: a share, 0..1 (1). When this share of the positions
                         of a block is decided, each pass commits at least one position of the next
                         block. 1: only the first unfinished block has such a minimum */

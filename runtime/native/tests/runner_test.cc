@@ -259,7 +259,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
     const bool is_prefix = std::string(policy.cache) == "prefix";
     if (is_prefix && shift == 0 && random() % 2 == 0) {
-      policy.commit = "threshold", policy.finish_threshold = 1;
+      policy.commit = "threshold";
       policy.next_block = any_of<double>(random, {0, 0.3, 0.8});
       policy.cache_delay = any_of<int32_t>(random, {0, 1, 3});
       policy.refresh_interval = any_of<int32_t>(random, {0, 0, 2});

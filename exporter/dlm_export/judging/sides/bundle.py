@@ -86,6 +86,9 @@ class BundlePredictor(Side):
             self.spent.append(Spent.on(done))
             yield done.tokens, done.nfe
 
+    def seconds(self) -> list[float]:
+        return [done.seconds for done in self.spent]
+
     def reused(self) -> tuple[int, int]:
         """Return the number of tokens in the prompts of all texts generated so far.
 

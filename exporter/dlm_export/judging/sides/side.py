@@ -105,6 +105,10 @@ class Side(ABC):
         for canvases in self.courses(asked, policy):
             yield canvases[-1].tokens.tolist(), len(canvases) - 1
 
+    def seconds(self) -> list[float]:
+        """Return the time of each text so far. The list is empty if this class measures no time."""
+        return []
+
 
 def check_comparable(reference: Side, candidate: Side) -> None:
     """Raise JudgeError if two denoisers differ in their vocabulary or decoding rules."""

@@ -26,7 +26,6 @@ The levels are chosen as follows:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +57,8 @@ FEW_STEPS = (1, 2)  # numbers of passes per block; each number gives one variant
 FINISHES = (0.8, 0.9, 0.95)
 FINISHING_FROM = 0.95
 """Each threshold from this number on is also tried with each ``finish_threshold`` below it."""
+SHARES, SURE_THRESHOLDS = (0.5, 0.7, 0.8, 0.9), (0.99, 0.995)
+"""Values of ``next_block`` for denoisers with block-causal attention, and thresholds for them."""
 FACTORS = (0.05, 0.1, 0.2, 0.4)
 ENTROPY_BOUNDS = (0.01, 0.03, 0.1, 0.3)
 MANY_SAMPLES = 128
@@ -65,6 +66,10 @@ MANY_SAMPLES = 128
 SLACK = 2
 """A variant with an additional rule is dropped if it gives more than this number of right answers
 fewer than one token per pass.
+"""
+TIME_SLACK = 1.05
+"""A loop with fewer passes may need this many times the time of the quickest loop. On other devices,
+passes of more tokens may cost less.
 """
 LEAST_SAVING = 0.1
 """A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
@@ -79,7 +84,7 @@ class LevelPoint:
     """One measured variant.
 
     ``changes`` contains the fields that differ from the preset's fields. ``quality`` is from 0 to
-    1. ``nfe`` is the mean number of passes per prompt, and ``ms`` is the mean time in milliseconds.
+    1. ``nfe`` is the mean number of passes per prompt, and ``ms`` is the median time in milliseconds.
     """
 
     changes: dict[str, Any]
@@ -158,7 +163,15 @@ def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
             others += [{"commit": "dynamic", "steps_per_block": steps} for steps in FEW_STEPS]
             others += [{"commit": "factor", "factor": each} for each in FACTORS]
             others += [{"commit": "entropy_bound", "entropy_bound": g} for g in ENTROPY_BOUNDS]
-    return [*own, *(each | saved for each in others), careful_changes(policy)]
+    several: list[dict[str, Any]] = []
+    if opens and (looped.visible_block or 0) > 1 and policy.remask == "none":
+        several = [
+            {"commit": "threshold", "compare": ">", "next_block": share, "threshold": each}
+            | {"finish_threshold": FINISHES[-1]}
+            for share in SHARES
+            for each in SURE_THRESHOLDS
+        ]
+    return [*own, *(each | saved for each in others), *several, careful_changes(policy)]
 
 
 def level_units(policy: Policy, looped: Looped, samples: int) -> int:
@@ -254,16 +267,15 @@ class _Trials:
         self.quality = "task" if is_task else "agreement"
         self._careful = careful_changes(policy)
         self._runs: dict[str, list[Run]] = {}
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, list[float]] = {}
 
     def run(self, changes: dict[str, Any], last: int) -> None:
         """Run a variant on all samples before ``last`` on which it has not run."""
         runs = self._runs.setdefault(str(changes), [])
-        policy, began = self._policy.with_fields(changes), time.perf_counter()
+        policy, before = self._policy.with_fields(changes), len(self._side.seconds())
         asked = self._asked[len(runs) : last]
         runs += runs_of(self._side, asked, policy, self._decode, self._on_done)
-        spent = self._seconds.get(str(changes), 0.0)
-        self._seconds[str(changes)] = spent + time.perf_counter() - began
+        self._seconds.setdefault(str(changes), []).extend(self._side.seconds()[before:])
 
     def skip(self, count: int) -> None:
         """Report texts as done that need not be generated."""
@@ -278,7 +290,7 @@ class _Trials:
     def point(self, changes: dict[str, Any]) -> LevelPoint:
         runs, spent = self._runs[str(changes)], self._seconds[str(changes)]
         nfe = float(np.mean([run.nfe for run in runs]))
-        ms = 1e3 * spent / len(runs)
+        ms = 1e3 * float(np.median(spent)) if spent else 0.0
         return LevelPoint(changes, float(np.mean(self._qualities(changes))), nfe, ms)
 
     def lost(self, changes: dict[str, Any]) -> float:
@@ -297,11 +309,12 @@ class _Trials:
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
-    """Choose the fastest loop whose quality is at least the quality of one token per pass.
+    """Choose the loop with the fewest passes whose quality is at least that of one token per pass.
 
-    The function prefers the preset's own loop: it chooses a faster loop only if this loop saves at
-    least the share ``LEAST_SAVING`` of the passes, or if the quality of the preset's own loop is
-    too low.
+    Some loops save passes by making them longer. So a loop is not chosen if it needs more than
+    ``TIME_SLACK`` times the time of the quickest loop with this quality. The function prefers the
+    preset's own loop: it chooses another loop only if this loop saves at least the share
+    ``LEAST_SAVING`` of the passes, or if the quality of the preset's own loop is too low.
 
     Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
     right answer, or if no faster loop has the required quality.
@@ -310,6 +323,8 @@ def fastest(levels: Levels) -> LevelPoint | None:
     if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
         return None
     as_good = [point for point in levels.curve if point.quality >= careful.quality]
+    limit = TIME_SLACK * min(point.ms for point in as_good)
+    as_good = [point for point in as_good if point.ms <= limit or not point.changes]
     found = min(as_good, key=lambda point: (point.nfe, -point.quality))
     own = next((point for point in as_good if not point.changes), None)
     if own is not None and found.nfe > (1 - LEAST_SAVING) * own.nfe:

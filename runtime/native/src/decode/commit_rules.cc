@@ -17,6 +17,13 @@ bool reaches(const Policy& policy, double score) {
   return policy.compare == Compare::above ? score > limit : score >= limit;
 }
 
+// Returns true if a pass commits all undecided positions of a block, which have these scores.
+bool finishes(const Policy& policy, std::vector<double>::const_iterator first,
+              std::vector<double>::const_iterator last) {
+  return policy.finish_threshold < 1 && compares_fractions(policy.commit) &&
+         *std::min_element(first, last) >= score_of(policy.finish_threshold);
+}
+
 }  // namespace
 
 int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
@@ -114,15 +121,12 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
         before -= ranked(taken);
       break;
   }
-  if (policy.finish_threshold < 1 && compares_fractions(policy.commit) &&
-      *std::min_element(scores.begin(), scores.end()) >= score_of(policy.finish_threshold))
-    taken = size;
+  if (finishes(policy, scores.begin(), scores.end())) taken = size;
   return std::min(taken, size);
 }
 
 void choose_ahead(const Policy& policy, const std::vector<double>& scores,
-                  const std::vector<std::pair<int32_t, int32_t>>& forced,
-                  std::vector<int32_t>& chosen) {
+                  const std::vector<StartedBlock>& blocks, std::vector<int32_t>& chosen) {
   std::vector<int32_t> ranked;
   const int32_t taken = choose(policy, scores, 1, ranked);
   // If the policy compares with `>` and the best score is too low, only positions of the forced
@@ -130,12 +134,17 @@ void choose_ahead(const Policy& policy, const std::vector<double>& scores,
   // does not.
   const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[ranked[0]]);
   chosen.assign(ranked.begin(), ranked.begin() + (is_low ? 0 : taken));
-  for (const auto& [first, last] : forced) {
+  for (const auto& [first, last, is_forced] : blocks) {
+    const bool is_finished = finishes(policy, scores.begin() + first, scores.begin() + last);
     const auto is_inside = [first = first, last = last](int32_t row) {
       return row >= first && row < last;
     };
-    if (std::none_of(chosen.begin(), chosen.end(), is_inside))
+    if (is_finished) {
+      chosen.erase(std::remove_if(chosen.begin(), chosen.end(), is_inside), chosen.end());
+      for (int32_t row = first; row < last; ++row) chosen.push_back(row);
+    } else if (is_forced && std::none_of(chosen.begin(), chosen.end(), is_inside)) {
       chosen.push_back(*std::find_if(ranked.begin(), ranked.end(), is_inside));
+    }
   }
 }
 

@@ -79,11 +79,16 @@ double fraction_of(double score);
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 
+// The rows [first, last) of a block that passes decide together with other blocks. If `is_forced`
+// is true, at least one of them commits.
+struct StartedBlock {
+  int32_t first, last;
+  bool is_forced;
+};
+
 // Chooses the rows that commit if passes decide positions of several blocks (next_block). Fills
-// `chosen` with the chosen rows. `forced` contains ranges of rows (first, last), each the rows of a
-// block, of which at least one row commits.
+// `chosen` with the chosen rows. No block in `blocks` is empty.
 void choose_ahead(const Policy& policy, const std::vector<double>& scores,
-                  const std::vector<std::pair<int32_t, int32_t>>& forced,
-                  std::vector<int32_t>& chosen);
+                  const std::vector<StartedBlock>& blocks, std::vector<int32_t>& chosen);
 
 }  // namespace dlm

@@ -303,10 +303,11 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
            "full: set block_length = %d instead",
            policy.sub_block_length, policy.sub_block_length);
   } else {
-    if (policy.next_block < 1 && !denoiser.blocks_after_prompt)
+    const bool is_bidirectional = visible_block > 1 && denoiser.shift == 0;
+    if (policy.next_block < 1 && !is_bidirectional && !denoiser.blocks_after_prompt)
       fail(DLM_UNSUPPORTED,
-           "policy: next_block = %.10g needs full attention, or block-causal attention in blocks "
-           "that start at the end of the prompt, and this denoiser has neither: use next_block = 1",
+           "policy: next_block = %.10g needs a denoiser whose rows predict their own positions, and "
+           "see all positions of their block: use next_block = 1",
            policy.next_block);
     if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,

@@ -71,11 +71,6 @@ void check_ahead(const Policy& policy, const char* commit) {
          "policy: next_block = %.10g cannot be combined with edits: use remask = \"none\", or "
          "next_block = 1",
          policy.next_block);
-  if (policy.finish_threshold < 1)
-    fail(DLM_INVALID_ARGUMENT,
-         "policy: next_block = %.10g cannot be combined with finish_threshold: use "
-         "finish_threshold = 1, or next_block = 1",
-         policy.next_block);
 }
 
 // Checks the fields of a policy that decides all positions of a block in its last pass.

@@ -186,7 +186,7 @@ class Request {
     const Range range = plan_[number].decided;
     return 1 - static_cast<double>(count_undecided(range)) / range.tokens();
   }
-  std::vector<std::pair<int32_t, int32_t>> find_forced() const;
+  std::vector<StartedBlock> started_blocks() const;
   void choose_rows();
   void choose_approximate_rows(Stage& now);
   void close();

@@ -20,10 +20,10 @@ void Request::widen() {
   if (has_cache()) choose_rows();
 }
 
-// Returns the rows of the blocks in which the pass must commit a position: those of the first
-// block, and those of a block after which `force_next` of the block before is decided.
-std::vector<std::pair<int32_t, int32_t>> Request::find_forced() const {
-  std::vector<std::pair<int32_t, int32_t>> found;
+// Returns the rows of the started blocks that are not finished. The pass must commit a position in
+// the first block, and in a block after a block of which the share `force_next` is decided.
+std::vector<StartedBlock> Request::started_blocks() const {
+  std::vector<StartedBlock> found;
   for (size_t number = stage_; number <= last_stage_; ++number) {
     const bool is_forced = number == stage_ || (policy_.force_next < 1 &&
                                                 decided_share(number - 1) >= policy_.force_next);
@@ -32,8 +32,8 @@ std::vector<std::pair<int32_t, int32_t>> Request::find_forced() const {
       return static_cast<int32_t>(at - positions_.begin());
     };
     const Range block = plan_[number].decided;
-    const std::pair<int32_t, int32_t> rows{row_at(block.first), row_at(block.last)};
-    if (is_forced && rows.first < rows.second) found.push_back(rows);
+    const StartedBlock rows{row_at(block.first), row_at(block.last), is_forced};
+    if (rows.first < rows.last) found.push_back(rows);
   }
   return found;
 }

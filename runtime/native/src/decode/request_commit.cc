@@ -88,7 +88,7 @@ int32_t Request::planned(int32_t left) const {
 
 void Request::commit(const Predictions& predictions, const Proposals& proposals) {
   if (is_ahead()) {
-    choose_ahead(policy_, proposals.scores, find_forced(), order_);
+    choose_ahead(policy_, proposals.scores, started_blocks(), order_);
   } else {
     choose_commits(proposals);
   }
