@@ -305,10 +305,11 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
   } else {
     const bool is_bidirectional = visible_block > 1 && denoiser.shift == 0;
     if (policy.next_block < 1 && !is_bidirectional && !denoiser.blocks_after_prompt)
-      fail(DLM_UNSUPPORTED,
-           "policy: next_block = %.10g needs a denoiser whose rows predict their own positions, and "
-           "see all positions of their block: use next_block = 1",
-           policy.next_block);
+      fail(
+          DLM_UNSUPPORTED,
+          "policy: next_block = %.10g needs a denoiser whose rows predict their own positions, and "
+          "see all positions of their block: use next_block = 1",
+          policy.next_block);
     if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,
            "policy: cache = \"%s\" needs full attention, but this denoiser's is block-causal, in "
