@@ -57,7 +57,7 @@ demos: $(STAMP) build/demo/manifest.json build/several/manifest.json build/sudok
 
 define BUILD_DEMO
 $(BIN)/dlm-export build $(1) --target cpu --precision fp32 -o $(@D) --force
-$(BIN)/dlm-export effort $(@D) --data $(1)/calibration.jsonl
+$(BIN)/dlm-export effort $(@D) --data $(1)/calibration.jsonl --samples 256
 endef
 
 build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(PACKAGES)

@@ -449,14 +449,17 @@ def test_policies_of_other_denoisers_are_refused(
 def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, shift: int) -> None:
     bundle = ArithmeticDenoiser(shift=shift, visible_block=block).bundle
     suiting = presets_for(block, shift)
+    others = {"nemotron-diffusion", "wedlm", "diffusion-gemma", "dreamon", "sdlm"}
+    if (block or 0) > 1 and not shift:
+        others |= {"d3llm", "d3llm-dream", "d2f"}
     for name, policy in PRESETS.items():
         if name in suiting:
             bundle.generate(tokens=[1], max_new_tokens=16, **suiting[name].as_dict())
         elif (
-            name not in ("nemotron-diffusion", "wedlm", "diffusion-gemma", "dreamon", "sdlm")
+            name not in others
             or (name in ("diffusion-gemma", "sdlm") and block is None)
             or (name == "diffusion-gemma" and shift)
-        ):  # these four would also run, but they were published for other denoisers
+        ):  # the others would also run, but they were published for other denoisers
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=16, **policy.as_dict())
     assert ("llada" in suiting) == (block != 64)

@@ -163,6 +163,7 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
         "quality": "task",
         "samples": 3,
         "held_out": held,
+        "by": "passes",
         "curve": [point],
         "levels": dict.fromkeys(LEVELS, point),
     }

@@ -689,7 +689,7 @@ def test_a_uno_bundle_is_known_by_its_adapter(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, sdar_config())
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config()))
-    with pytest.raises(CheckpointError, match=r"autoregressive .* do not pass --no-adapter"):
+    with pytest.raises(CheckpointError, match=r"autoregressive .* Do not pass --no-adapter"):
         network_of(tmp_path, Overrides(no_adapter=True))
     config = sdar_config(use_regular_causal=False)
     (tmp_path / "config.json").write_text(json.dumps(config))

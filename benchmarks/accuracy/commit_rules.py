@@ -87,7 +87,7 @@ SHIPPED: dict[str, list[Setting]] = {
     "several blocks, finish": [
         {"commit": "threshold", "compare": ">", "next_block": share, "threshold": each}
         | {"finish_threshold": 0.95, "store": "pass"}
-        for share in (0.5, 0.7, 0.8, 0.9)
+        for share in (0.7, 0.8, 0.9)
         for each in (0.99, 0.995)
     ],
 }
@@ -204,7 +204,7 @@ def branches(
             passes += 1
             guesses, scores = _scores(denoiser, logits)
             means = [
-                float(np.tanh(score[is_open]).mean()) if is_open.any() else 2.0
+                float(np.tanh(score[is_open]).mean())
                 for score, (_, is_open) in zip(scores, tried, strict=True)
             ]
             best = int(np.argmax(means))
@@ -213,11 +213,11 @@ def branches(
             count = max(1, sum(score[at] >= score_of(threshold) for at in order))
             tried = []
             for extra in [None, *order[count : count + width - 1]]:
-                chosen = [*order[:count], *([] if extra is None else [extra])]
+                chosen = np.array([*order[:count], *([] if extra is None else [extra])])
                 after, left = now.copy(), is_open.copy()
-                after[first + np.array(chosen)] = guess[chosen]
-                left[chosen] = False
-                tried.append((after, left))
+                after[first + chosen], left[chosen] = guess[chosen], False
+                if extra is None or left.any():
+                    tried.append((after, left))
             if not tried[0][1].any():
                 break
         canvas[:end] = tried[0][0]

@@ -57,7 +57,7 @@ FEW_STEPS = (1, 2)  # numbers of passes per block; each number gives one variant
 FINISHES = (0.8, 0.9, 0.95)
 FINISHING_FROM = 0.95
 """Each threshold from this number on is also tried with each ``finish_threshold`` below it."""
-SHARES, SURE_THRESHOLDS = (0.5, 0.7, 0.8, 0.9), (0.99, 0.995)
+SHARES, SURE_THRESHOLDS = (0.7, 0.8, 0.9), (0.99, 0.995)
 """Values of ``next_block`` for denoisers with block-causal attention, and thresholds for them."""
 FACTORS = (0.05, 0.1, 0.2, 0.4)
 ENTROPY_BOUNDS = (0.01, 0.03, 0.1, 0.3)
@@ -67,12 +67,9 @@ SLACK = 2
 """A variant with an additional rule is dropped if it gives more than this number of right answers
 fewer than one token per pass.
 """
-TIME_SLACK = 1.05
-"""A loop with fewer passes may need this many times the time of the quickest loop. On other devices,
-passes of more tokens may cost less.
-"""
 LEAST_SAVING = 0.1
-"""A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
+"""A faster loop replaces the preset's own loop only if it saves at least this share of the passes, or
+of the time.
 
 A few dozen samples cannot show a small loss of quality, and a smaller saving might not be worth
 such a loss.
@@ -119,6 +116,7 @@ class Levels:
     - ``curve``: the variants that were measured on all samples, sorted by their number of passes.
     - ``levels``: maps each level's name to the level's variant.
     - ``held_out``: ``None`` if there are too few samples to hold some out.
+    - ``by``: ``passes`` or ``time``, which decides the default loop among loops that are as good.
     """
 
     preset: str
@@ -127,6 +125,7 @@ class Levels:
     curve: list[LevelPoint]
     levels: dict[str, LevelPoint]
     held_out: HeldOut | None = None
+    by: str = "passes"
 
     @property
     def careful(self) -> LevelPoint:
@@ -197,6 +196,7 @@ def fit_levels(
     decode: Decode,
     *,
     preset: str,
+    by: str = "passes",
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
     """Search the best of all ``variants`` on the samples, and choose the effort levels.
@@ -235,7 +235,7 @@ def fit_levels(
         trials.skip(last)
     ascending = sorted(curve, key=lambda point: (point.nfe, -point.quality))
     chosen = choose_levels(curve, curve[0])
-    levels = Levels(preset, trials.quality, last, ascending, chosen)
+    levels = Levels(preset, trials.quality, last, ascending, chosen, by=by)
     if last == len(samples):
         return levels
     loop = (fastest(levels) or curve[0]).changes
@@ -309,12 +309,11 @@ class _Trials:
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
-    """Choose the loop with the fewest passes whose quality is at least that of one token per pass.
+    """Choose the fastest loop whose quality is at least the quality of one token per pass.
 
-    Some loops save passes by making them longer. So a loop is not chosen if it needs more than
-    ``TIME_SLACK`` times the time of the quickest loop with this quality. The function prefers the
-    preset's own loop: it chooses another loop only if this loop saves at least the share
-    ``LEAST_SAVING`` of the passes, or if the quality of the preset's own loop is too low.
+    ``levels.by`` says how fast a loop is. The function prefers the preset's own loop: it chooses
+    another loop only if this loop saves at least the share ``LEAST_SAVING``, or if the quality of
+    the preset's own loop is too low.
 
     Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
     right answer, or if no faster loop has the required quality.
@@ -322,14 +321,16 @@ def fastest(levels: Levels) -> LevelPoint | None:
     careful = levels.careful
     if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
         return None
+
+    def cost(point: LevelPoint) -> float:
+        return point.ms if levels.by == "time" else point.nfe
+
     as_good = [point for point in levels.curve if point.quality >= careful.quality]
-    limit = TIME_SLACK * min(point.ms for point in as_good)
-    as_good = [point for point in as_good if point.ms <= limit or not point.changes]
-    found = min(as_good, key=lambda point: (point.nfe, -point.quality))
+    found = min(as_good, key=lambda point: (cost(point), -point.quality))
     own = next((point for point in as_good if not point.changes), None)
-    if own is not None and found.nfe > (1 - LEAST_SAVING) * own.nfe:
+    if own is not None and cost(found) > (1 - LEAST_SAVING) * cost(own):
         found = own
-    return None if found.nfe >= careful.nfe else found
+    return None if cost(found) >= cost(careful) else found
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:

@@ -34,12 +34,14 @@ class EffortOptions:
     """Options for fitting a bundle's effort levels.
 
     ``samples`` is the maximum number of samples to use. ``opening`` describes how the bundle is
-    opened.
+    opened. ``by`` is ``passes`` or ``time``, and decides the default loop among loops that are as
+    good.
     """
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     samples: int = 64
     opening: Opening = ON_CPU
+    by: str = "passes"
 
 
 def fit_bundle(
@@ -82,6 +84,7 @@ def fit_bundle(
                 longest,
                 decoder(bundle),
                 preset=preset,
+                by=options.by,
                 on_done=progress.advance,
             )
             made = with_levels(manifest, found)
