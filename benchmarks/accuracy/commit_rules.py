@@ -69,10 +69,10 @@ DEMOS = {
     "second": Demo("demo-several", "heldout-several.jsonl", "sdar", {"store": "open"}),
     "third": Demo("demo-sudoku", "heldout-sudoku.jsonl", "fast-dllm", {}),
 }
-CAREFUL: Setting = {"commit": "static", "steps_per_block": 0}
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.995)
+CAREFUL = "one token per pass"
 SHIPPED: dict[str, list[Setting]] = {
-    "one token per pass": [CAREFUL],
+    CAREFUL: [{"commit": "static", "steps_per_block": 0}],
     "published": [{}],
     "threshold": [{"threshold": each} for each in THRESHOLDS],
     "finish": [
@@ -84,7 +84,7 @@ SHIPPED: dict[str, list[Setting]] = {
     "entropy bound": [
         {"commit": "entropy_bound", "entropy_bound": each} for each in (0.01, 0.03, 0.1, 0.3)
     ],
-    "several blocks, finish": [
+    "several blocks": [
         {"commit": "threshold", "compare": ">", "next_block": share, "threshold": each}
         | {"finish_threshold": 0.95, "store": "pass"}
         for share in (0.7, 0.8, 0.9)
@@ -359,7 +359,7 @@ OTHERS: dict[str, tuple[Loop, list[Setting]]] = {
     "revoke": (_alone(revoke), _grid(threshold=(0.6, 0.8), back=(0.9,))),
     "self-verification": (_alone(self_verify), _grid(threshold=(0.97,), span=(4, 17))),
 }
-FULL_ATTENTION, BLOCK_CAUSAL = {"revoke"}, {"self-verification", "several blocks, finish"}
+FULL_ATTENTION, BLOCK_CAUSAL = {"revoke"}, {"self-verification", "several blocks"}
 
 
 class Trial:
@@ -420,19 +420,19 @@ def _lines(path: Path) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--demos", default=",".join(DEMOS))
-    parser.add_argument("--rules", default=",".join([*SHIPPED, *OTHERS]).replace(", ", "; "))
+    parser.add_argument("--rules", default=",".join([*SHIPPED, *OTHERS]))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rules = [rule.replace("; ", ", ") for rule in options.rules.split(",")]
     rows: list[dict[str, Any]] = []
     for name in options.demos.split(","):
         trial = Trial(name)
         is_causal = trial.source.network.visible_block is not None
-        careful, _ = trial.run(_shipped, CAREFUL, "fit")
-        for rule in rules:
+        careful: int | None = None
+        for rule in dict.fromkeys((CAREFUL, *options.rules.split(","))):
             if rule in (FULL_ATTENTION if is_causal else BLOCK_CAUSAL):
                 continue
-            rows.append(trial.row(rule, None if rule == "published" else careful))
+            rows.append(trial.row(rule, careful if rule != "published" else None))
+            careful = rows[-1]["fit"] if careful is None else careful
             print(json.dumps(rows[-1]), flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2))
