@@ -274,9 +274,9 @@ def self_verify(
 ) -> Result:
     """Verify drafts of a block from left to right, with a pass in which each position is a block.
 
-    A pass drafts the block. If its first open positions are at least ``span`` in a row, a second pass
-    predicts each of them from the tokens before it, and the drafts are accepted up to the first one
-    that differs, which gets the token of the second pass. Otherwise, the tokens that reach the
+    A pass drafts the block. If at least ``span`` positions in a row are open from the first open one
+    on, a second pass predicts each of them from the tokens before it. Drafts are accepted up to the
+    first one that differs, which gets the token of the second pass. Otherwise, tokens that reach the
     threshold commit. For block-causal attention.
     """
     network = denoiser.network
@@ -352,9 +352,9 @@ OTHERS: dict[str, tuple[Loop, list[Setting]]] = {
     ),
     "stability": (
         _with_proposer(Stability),
-        _grid(low=(0.8, 0.9), bound=(0.01, 0.05), passes=(1, 2), threshold=(0.97, 0.99)),
+        _grid(low=(0.8, 0.9), bound=(0.05,), passes=(1, 2), threshold=(0.99,)),
     ),
-    "mean gap": (_with_proposer(MeanGap), _grid(gap=(5, 7, 9), threshold=(0.9, 0.99))),
+    "mean gap": (_with_proposer(MeanGap), _grid(gap=(5, 7, 9), threshold=(0.99,))),
     "branches": (_alone(branches), _grid(threshold=(0.97, 0.99), width=(4,))),
     "revoke": (_alone(revoke), _grid(threshold=(0.6, 0.8), back=(0.9,))),
     "self-verification": (_alone(self_verify), _grid(threshold=(0.97,), span=(4, 17))),
