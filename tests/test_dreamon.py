@@ -35,7 +35,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.loop_turns import Canvas
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, Policy, RequestError
-from dlm_runtime.presets import PRESETS, presets_for
+from dlm_runtime.presets import PRESETS
 
 # A small vocabulary, so that random networks often predict the two tokens.
 VOCABULARY, DELETE, EXPAND, MASK = 12, 9, 10, 11
@@ -504,8 +504,7 @@ def test_the_tokens_are_read_from_the_checkpoint(
     assert (network.expand_token_id, network.delete_token_id) == found
     wanted = "dream-block" if found[0] is None else "dreamon"
     assert families.FAMILIES[network.family].preset_for(network) == wanted
-    presets = presets_for(network.visible_block, network.shift, resizes=network.resizes)
-    assert ("dreamon" in presets) == (wanted == "dreamon")
+    assert ("dreamon" in network.presets()) == (wanted == "dreamon")
 
 
 @pytest.mark.parametrize(

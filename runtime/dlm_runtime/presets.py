@@ -162,11 +162,7 @@ def presets_for(
     shift: int,
     draft_block: int | None = None,
     noise: str = "absorbing",
-    *,
-    resizes: bool = False,
-    rewrites: bool = False,
-    has_shifted_drafts: bool = False,
-    blocks_after_prompt: bool = False,
+    own: str | None = None,
 ) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
@@ -174,17 +170,13 @@ def presets_for(
     For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
     of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
     has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
-    denoisers that start from random tokens. ``resizes`` is true for denoisers that change the length
-    of canvases, and ``rewrites`` is true for denoisers that delete and insert tokens in a block.
-    ``has_shifted_drafts`` is true if the rows of a draft pass attend to each other and predict the
-    next positions. ``blocks_after_prompt`` is true for D2F.
+    denoisers that start from random tokens. ``own`` is the name of the denoiser's only preset, if
+    there is just one for its kind of network.
     """
-    is_own = (resizes, has_shifted_drafts, blocks_after_prompt, rewrites)
-    own = [name for name, is_its in zip(_OWN, is_own, strict=True) if is_its]
     found = {
         name: policy
         for name, policy in PRESETS.items()
-        if (name in own if own else _suits(policy, visible_block, shift, draft_block, noise))
+        if (name == own if own else _suits(policy, visible_block, shift, draft_block, noise))
     }
     if visible_block is None:
         return found

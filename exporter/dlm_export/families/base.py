@@ -184,10 +184,9 @@ class Family:
 
     def preset_for(self, network: NetworkSpec) -> str:
         """Return the default preset for a network of this family."""
-        if network.resizes:
-            return "dreamon"
-        if network.rewrites:
-            return "llada2.2"
+        presets = network.presets()
+        if len(presets) == 1:
+            return next(iter(presets))
         return (
             self.default_preset
             if network.visible_block is None

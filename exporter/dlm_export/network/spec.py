@@ -685,16 +685,14 @@ class NetworkSpec:
 
     def presets(self) -> dict[str, Policy]:
         """Return the presets for this network. If it cannot use a cache, no preset uses one."""
-        found = presets_for(
-            self.visible_block,
-            self.shift,
-            self.draft_block,
-            self.noise,
-            resizes=self.resizes,
-            rewrites=self.rewrites,
-            has_shifted_drafts=self.has_shifted_drafts,
-            blocks_after_prompt=self.blocks_after_prompt,
-        )
+        own = {
+            "dreamon": self.resizes,
+            "sdlm": self.has_shifted_drafts,
+            "d2f": self.blocks_after_prompt,
+            "llada2.2": self.rewrites,
+        }
+        name = next((name for name, is_its in own.items() if is_its), None)
+        found = presets_for(self.visible_block, self.shift, self.draft_block, self.noise, name)
         if not self.needs_whole_canvas:
             return found
         return {name: policy.with_fields({"cache": "none"}) for name, policy in found.items()}

@@ -117,24 +117,21 @@ def threshold_preset(
     If ``name`` is ``None``, the function chooses a preset that commits several tokens per pass and
     suits the network. Raises RequestError if ``presets`` does not contain the preset.
     """
-    chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # ``presets`` contains "fast-dllm-v2" only if this preset supports the network's block length.
-    if name is None and network.has_causal_drafts:
-        chosen = "self-speculation"
-    elif name is None and network.has_shifted_drafts:
-        chosen = "sdlm"
-    elif name is None and network.blocks_after_prompt:
-        chosen = "d2f"
-    elif name is None and network.draft_block is not None:
-        chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
-    elif name is None and network.visible_block is not None:
-        chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
-    if name is None and network.resizes:
-        chosen = "dreamon"
-    if name is None and network.rewrites:
-        chosen = "llada2.2"
-    if name is None and network.has_masks_last:
+    if name is not None:
+        chosen = name
+    elif len(presets) == 1:
+        (chosen,) = presets
+    elif network.has_masks_last:
         chosen = "wedlm"  # with "sdar", each block of a causal network would contain one token
+    elif network.has_causal_drafts:
+        chosen = "self-speculation"
+    elif network.draft_block is not None:
+        chosen = "nemotron-diffusion"
+    elif network.visible_block is not None:
+        # ``presets`` contains "fast-dllm-v2" only if it supports the network's block length.
+        chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
+    else:
+        chosen = "dream-block" if network.shift else "fast-dllm"
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: choose one of {', '.join(presets)}")
     return chosen, comparable(presets[chosen])
