@@ -312,11 +312,7 @@ def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
 
 
 def _kurtosis(powers: np.ndarray, count: int) -> float | None:
-    """Return the kurtosis, computed from sums of powers: the fourth central moment divided by the
-    squared variance.
-
-    The kurtosis is 3 for a normal distribution, and ``None`` if all values are equal.
-    """
+    """Return the kurtosis from sums of powers, or ``None`` if all values are equal."""
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
     # If the variance is this small, it is only a rounding error, and all values are equal.
@@ -348,11 +344,7 @@ def _least_squares(
 def _least_divergence(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """Return the clipping range that loses the least information.
-
-    The returned range minimises the Kullback-Leibler divergence of the rounded magnitudes from the
-    clipped magnitudes.
-    """
+    """Return the clipping range with the least Kullback-Leibler divergence of the magnitudes."""
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
     even = np.diff(

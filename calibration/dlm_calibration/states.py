@@ -528,11 +528,7 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 
 
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
-    """Yield indices of ``shares`` forever, so that each index occurs in proportion to its share.
-
-    At any time, the share of each index among all yielded indices is as close as possible to its
-    share in ``shares``.
-    """
+    """Yield indices of ``shares`` forever, at any time as close to their shares as possible."""
     owed = [0.0] * len(shares)
     while True:
         owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
@@ -574,13 +570,9 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Choose one of a generation's ``count`` passes for the next trajectory state.
+    """Choose the pass of the least used trajectory point whose pass is not in ``taken``.
 
-    Returns the index of the chosen pass.
-
-    The least used trajectory points are tried first. The first of these points whose pass is not in
-    ``taken`` is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates
-    ``taken``, and updates ``uses`` (int64), which contains the number of states for each point.
+    Returns ``None`` if there is no such point. Updates ``taken`` and ``uses``.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

@@ -384,11 +384,7 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 
 
 def _look(path: Path) -> _Look | None:
-    """Record the inode, size and modification time of each file at ``path``.
-
-    Two equal results mean that ``path`` has not changed. Returns ``None`` if ``path`` does not
-    exist.
-    """
+    """Record the inode, size and time of each file at ``path``, or ``None`` if it is missing."""
     if not os.path.lexists(path):
         return None
     found = {"": _mark(path)}

@@ -287,11 +287,7 @@ class Bundle(Decides, UsesPromptCaches):
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """Return the policy for these options, like ``policy``.
-
-        ``method`` is the method that the user called. For an unknown policy field, the error may
-        suggest an argument of this method.
-        """
+        """Like ``policy``. An error may suggest an argument of ``method``, the called method."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)

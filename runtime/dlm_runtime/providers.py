@@ -111,12 +111,7 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """Return a dict from the name of each library to its paths in NVIDIA's wheels.
-
-    The names are the entries of ``_LIBRARIES``, with the major version of CUDA filled in.
-
-    If no wheel contains a library, its list of paths is empty.
-    """
+    """Map the file name of each library in ``_LIBRARIES`` to its paths in NVIDIA's wheels."""
     names = [name.format(_cuda_major()) for name in _LIBRARIES]
     folders = package_folders("nvidia")
     return {

@@ -51,11 +51,7 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """Return the part of an error message that says how much memory makes calibration fast.
-
-    With the stated amount of memory, calibration runs several generations together. With less
-    memory, calibration runs fewer generations together, and loads all layers from disk more often.
-    """
+    """Return the part of an error message that says how much memory makes calibration fast."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""
@@ -124,11 +120,7 @@ def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
 
 
 def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
-    """Return the number of bytes that GPTQ needs for one transformer block.
-
-    GPTQ stores a Gram matrix for each distinct input of the block's layers, and a factorisation of
-    the largest Gram matrix.
-    """
+    """Return the size of GPTQ's Gram matrices for a block, and of the largest factorisation."""
     sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}
     if not sites:
         return 0

@@ -256,11 +256,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
 def _held_together(
     request: Request, network: NetworkSpec, asked: Mapping[str, str]
 ) -> dict[str, str]:
-    """Choose one format for the gate, up and down matrices of each layer with experts.
-
-    One kernel multiplies all three matrices. Raises RecipeError if the recipe requests different
-    formats for these matrices.
-    """
+    """Choose one format for gate, up and down, which one kernel multiplies. Raises RecipeError."""
     found: dict[str, str] = {}
     for stacks in network.mixtures():
         wanted = {asked[stack.path] for stack in stacks}
@@ -280,11 +276,7 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return messages for the user about layers that do not get the requested format, and about
-    layers that are slow on the CUDA provider.
-
-    Layers with the same reason and the same format share one message.
-    """
+    """Return messages about layers that get another format, or are slow on the CUDA provider."""
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
         chosen = FORMATS[held[path]]

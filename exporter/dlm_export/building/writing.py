@@ -179,9 +179,7 @@ def table_dtype(job: Job) -> np.dtype:
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """Return a function that reads the initialisers of a quantised graph.
 
-    Some initialisers contain a part of a quantised layer, such as the layer's scales. ``parts``
-    maps the name of each of these initialisers to the layer and the part. All other initialisers
-    are parameters of the denoiser.
+    ``parts`` maps the initialisers of quantised layers to the layer and the part.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -212,9 +210,7 @@ def _expert_reader(
 ) -> ReadParameter:
     """Return a function that reads the initialisers of a graph with experts.
 
-    ``parts`` maps the name of each initialiser that contains weights of experts to a part of a
-    layer. For all other initialisers, the function calls ``read``. The experts of a layer are read
-    and quantised one at a time, to save memory.
+    The experts of a layer are read and quantised one at a time, to save memory.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters
@@ -268,11 +264,7 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Return the whole array.
-
-    An array of E4M3 values is returned as an array of bytes, because kernels for experts expect
-    bytes.
-    """
+    """Return the whole array. E4M3 values become bytes, which kernels for experts expect."""
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 

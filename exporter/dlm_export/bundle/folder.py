@@ -92,11 +92,7 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 
 
 def _kept_because(path: Path) -> str | None:
-    """Return the reason why a path must never be replaced.
-
-    Returns ``None`` if the path is an empty folder, or a bundle's folder that contains no files
-    besides those of the bundle.
-    """
+    """Return why a path must never be replaced, or ``None`` for empty folders and bundles."""
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"
     found = {

@@ -166,11 +166,7 @@ def _opened(found: _Found, added: Sequence[Token]) -> Iterator[tuple[Tokenizer, 
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
-    """Mark added tokens as special in a tokenizer.json.
-
-    A special token is never used to encode the text of a request, even if the request contains the
-    token's text.
-    """
+    """Mark added tokens as special, so that texts of requests are never encoded as them."""
     found = json.loads(text)
     plain = [
         added for added in found["added_tokens"] if added["id"] in tokens and not added["special"]

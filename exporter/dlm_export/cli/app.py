@@ -91,11 +91,7 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """A group of commands that prints an error of this package as one line.
-
-    After a DlmError, the program exits with the error's exit code. An exception of an unknown type
-    is a bug, so Python prints its traceback.
-    """
+    """A group of commands that prints a DlmError as one line, and exits with its exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

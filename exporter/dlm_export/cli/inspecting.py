@@ -177,12 +177,7 @@ def _kept(c: NetworkSpec) -> int:
 
 
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
-    """Compute the memory that the weights and the cache need, in bytes.
-
-    ``table_bytes`` is the number of bytes per element of the embedding table. ``element_bytes`` is
-    the number of bytes per element of all other tensors. The two numbers may differ, because fp32
-    bundles store the embedding table in the checkpoint's type.
-    """
+    """Compute the bytes of weights and cache. A table may have wider elements than the rest."""
     from dlm_export.planning.roofline import Costs
 
     per_token = c.cache_bytes(element_bytes)
@@ -395,12 +390,7 @@ def _cuda_words(network: NetworkSpec, formats: Mapping[str, str]) -> str:
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
-    """Return three table cells that describe an engine.
-
-    The first cell shows the number formats of the engine's layers. The second cell shows how many
-    layers do not have the requested format. The third cell shows the memory that the engine needs
-    on the device.
-    """
+    """Return an engine's table cells: formats of its layers, number of fallbacks, and memory."""
     if audit is None:
         return ["-"] * 3
     held = ", ".join(f"{count} {held}" for held, count in Counter(audit["layers"].values()).items())

@@ -551,11 +551,7 @@ def _print_passes(plan: Plan) -> None:
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """Print the time per token for each value of ``growth.axis``, with one row per target.
-
-    If a target's price is known, the target's row shows the cost per million tokens instead of the
-    time per token.
-    """
+    """Print the times per token, or the costs if the price is known, with one row per target."""
     rows = [
         [
             target,
@@ -582,11 +578,7 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to lower limits, and the errors of predicted times.
-
-    To get the error for one measured time, the planner predicts this time from all other measured
-    times, and takes the difference.
-    """
+    """Print the ratios of measured times to lower limits, and the errors of predicted times."""
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")

@@ -169,12 +169,7 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
 
 
 def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str, Any]]) -> Lacking:
-    """List the reasons why the machine cannot run any of the bundle's engines.
-
-    The list is empty if the machine can run an engine. An engine runs only on the SMs for which it
-    was built. An engine also needs the variant and the exact version of TensorRT that built the
-    engine. TensorRT's lean runtime only runs version-compatible engines.
-    """
+    """List the reasons why no engine of the bundle runs here. The list is empty if one does."""
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
     version, reasons = m.tensorrt[kind].version, []

@@ -181,11 +181,7 @@ def look(system: System, folder: Path) -> Machine:
 
 
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
-    """Find the installed versions of the packages that dlm-export requires.
-
-    Returns the packages of the base install, and then the packages of each extra. Packages for
-    other processors or other versions of Python are left out.
-    """
+    """Return the versions of the required packages: of the base install, and by extra."""
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
     for text in system.requirements():
@@ -213,11 +209,7 @@ def _is_for_another(text: str, system: System) -> bool:
 
 
 def _native_library() -> Native:
-    """Load the native library, and describe this library.
-
-    The native library is loaded into this process, because it is part of dlm-export and trusted.
-    Third-party libraries are loaded in a separate process.
-    """
+    """Describe the native library. It is trusted, so it is loaded into this process."""
     try:
         library = _native.library()
         kernels = _native.kernel_sets()
@@ -230,12 +222,7 @@ def _native_library() -> Native:
 
 
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
-    """List the paths where the native library looks for a third-party library, in order.
-
-    If the environment variable named ``variable`` is set, the list contains only the value of the
-    variable. Otherwise, the list contains the library of a Python package (``packaged``), if there
-    is one, and then the names of system libraries.
-    """
+    """List the paths where the native library looks for a third-party library, in order."""
     if chosen := system.variables.get(variable):
         return [chosen]
     usual = names or ("libonnxruntime.so.1", "libonnxruntime.so")

@@ -168,11 +168,9 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _of_layers(config: Config, kinds: list[str]) -> list[dict[str, int]]:
-    """Return the head size and the number of key heads that config.json sets for each layer.
+    """Return the head size and number of key heads that config.json sets for each layer.
 
-    The result contains one dict per layer. If config.json sets no value for a layer, the dict is
-    empty. A recent config.json sets these numbers in ``per_layer_config``. An older config.json
-    sets them for all layers with full attention.
+    An older config.json sets them for all layers with full attention.
     """
     head_size = config.integer("global_head_dim", _GLOBAL_HEAD_SIZE, high=4096)
     kv_heads = config.get("num_global_key_value_heads")

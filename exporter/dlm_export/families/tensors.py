@@ -45,12 +45,8 @@ class Tensors:
     ) -> None:
         """Check the checkpoint's tensors against the network's parameters.
 
-        ``origins`` maps each parameter of the network to the tensors that make up the parameter.
-        ``left_out`` contains prefixes of tensor names. The network does not need the tensors whose
-        names start with such a prefix.
-
-        Raises CheckpointError if tensors are missing or unknown, or have a wrong type or shape. The
-        error names all of these tensors.
+        ``left_out`` contains prefixes of names of tensors that the network does not need. Raises
+        CheckpointError, which names all tensors that are missing, unknown, or wrong.
         """
         self.checkpoint, self.left_out = checkpoint, left_out
         self.shapes = network.parameters()

@@ -158,11 +158,7 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter in its stored type. A quantised parameter is dequantised.
-
-        An unquantised parameter is memory-mapped if it consists of one whole tensor. The method
-        remembers the last result, because the caller may read more parts of the same parameter.
-        """
+        """Return a parameter in its stored type, dequantised. Remembers the last result."""
         opened = self._opened
         if opened is not None and opened[0] == parameter:
             return opened[1]

@@ -110,9 +110,7 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
 def _store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
     """Change the type in which a fused graph caches keys and values.
 
-    This function changes the attention functions and the inputs and outputs of the cache. The keys
-    of ``plain`` are the modules that ``fuse`` could not replace with a kernel, and the values are
-    the reasons (see ``Fused``). Raises CacheError if ``plain`` contains the attention of a layer.
+    Raises CacheError if ``plain`` (see ``Fused``) contains the attention of a layer.
     """
     model = traced.model
     for node in list(model.graph):
@@ -171,11 +169,7 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Replace layers that have the same format and the same input with a single node.
-
-    Returns a dict. The keys are the module paths of the layers that the function could not merge,
-    and the values are the reasons.
-    """
+    """Merge layers with the same format and input. Returns the other layers, with reasons."""
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in operators.LINEAR and node.domain == DOMAIN:
@@ -255,12 +249,7 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
-    """Return the value ``silu(gate) * up``, where gate and up are the outputs of two layers.
-
-    ``nodes`` contains the node of the gate layer, followed by the node of the up layer. Returns
-    ``None`` if the graph does not compute this product, or if another node also uses the output of
-    one of the two layers.
-    """
+    """Return the value ``silu(gate) * up``, if no other node uses the gate or up layer."""
     if len(nodes) != 2:
         return None
     gate, up = (node.outputs[0] for node in nodes)
@@ -376,11 +365,7 @@ def _no_rotation(traced: Graph) -> _Rotation:
 
 
 def _segments(model: ir.Model, name: str) -> ir.Value:
-    """Return the graph's input ``name``, which contains segments. Add it if the graph lacks it.
-
-    The input is optional, and describes requests that share one sequence. The default value is an
-    array without rows.
-    """
+    """Return the optional input with the segments of a shared sequence. Add it if missing."""
     if name not in model.graph.initializers:
         value = constant(model.graph, name, np.zeros((0, 4), np.int64))
         value.shape = ir.Shape([f"{name}_count", 4])

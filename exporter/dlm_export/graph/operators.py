@@ -350,11 +350,7 @@ def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """Define the function that looks up embeddings in a table of panels.
-
-    The embedding of a token is one column of a panel. The function multiplies the codes of this
-    column by their scales.
-    """
+    """Define the look-up of embeddings in panels: a column's codes, multiplied by its scales."""
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
@@ -416,11 +412,7 @@ def _low_rank_updates(name: str, count: int) -> ir.Function:
 
 
 def _candidates() -> ir.Function:
-    """Define the function that computes the two best tokens, their probabilities and log odds, and
-    the entropy.
-
-    ``trace.Pass`` explains the computation.
-    """
+    """Define the function that summarises logits (see ``trace.Pass``)."""
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
@@ -454,11 +446,7 @@ def _candidates() -> ir.Function:
 
 
 def _nvfp4_linear() -> ir.Function:
-    """Define the function that multiplies by an NVFP4 weight.
-
-    An element of the weight is the product of its E2M1 value, the scale of its group, and the scale
-    of the tensor.
-    """
+    """Define the product with an NVFP4 weight, which has scales of groups and of the tensor."""
     body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
     x, stored, scales, global_scale = body.inputs

@@ -178,11 +178,7 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Give each node a name made of its module path and operator.
-
-    The audit of TensorRT engines uses these names. For nodes that only compute sizes, the runtime
-    uses them, too.
-    """
+    """Name each node by its module path and operator, for audits and for the runtime."""
     used: Counter[str] = Counter()
     on_sizes = cuda.size_nodes(graph.model)
     for node in graph.model.graph:

@@ -179,11 +179,9 @@ class Router(nn.Module):
         return judged.view(*judged.shape[:-1], self.groups, judged.shape[-1] // self.groups)
 
     def _worth(self, judged: Tensor, blocks: BlockRows | None) -> Tensor:
-        """Return the score of each of G groups of experts, ``[.., G]``.
+        """Return the score of each group of experts, ``[.., G]``: the sum of its two best experts.
 
-        The score of a group is the sum of the scores of its two best experts. If G is 1, the result
-        is not used. With ``block_experts``, each expert is a group, and its score is the highest one
-        in the block.
+        With ``block_experts``, each expert is a group. Its score is the highest one in the block.
         """
         if self.spec.block_experts is not None:
             assert blocks is not None

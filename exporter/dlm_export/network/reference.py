@@ -279,11 +279,9 @@ class Run:
         self.guess = np.repeat(self.guess, counts)
 
     def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
-        """Choose the tokens of the next pass over a block that started from random tokens.
+        """Accept the chosen positions of a block, and draw new random tokens for all others.
 
-        The chosen positions get their proposed tokens, and all other positions of the block get new
-        random tokens. After the last pass over the block, all positions get their most likely
-        text.
+        After the last pass over the block, all positions get their most likely text.
         """
         turn, policy = self.turn, self.policy
         best = self.proposer.find_best(turn, self.canvas, logits)

@@ -270,11 +270,7 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Choose pass sizes for fitting the cost of a pass.
-
-    The sizes differ in the number of tokens, the number of cached tokens, and the number of rows of
-    logits.
-    """
+    """Choose passes that differ in tokens, cached tokens and rows, to fit the cost of a pass."""
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
     for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
@@ -292,11 +288,7 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Return the total time of requests that ran together.
-
-    The total is the sum of the results' times, because each result contains only its request's
-    share of the time.
-    """
+    """Add up the times of requests that ran together. Each result has its share of the time."""
     return sum(result.timings["total"] for result in results)
 
 
@@ -516,11 +508,7 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """Compare the process's peak memory with the total size of weights and cache.
-
-    On a GPU, the ratio is ``None``, because the process's memory does not contain the weights and
-    the cache.
-    """
+    """Compare peak memory with weights and cache. On a GPU, the process contains neither."""
     graph = manifest["loop"]["graph"]["file"]
     weights = sum(
         entry["bytes"]
@@ -555,11 +543,7 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
 
 
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
-    """Count the work of a pass on a CPU.
-
-    If a CPU cannot compute in a number format, the layers in that format are counted in full
-    precision.
-    """
+    """Count the work of a pass. Formats that a CPU cannot compute count as full precision."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)

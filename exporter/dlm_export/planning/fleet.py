@@ -105,11 +105,7 @@ def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) ->
 def _services(
     each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
 ) -> Iterator[tuple[float | None, str, Service]]:
-    """Yield a ``Service`` for each predicted number of tokens per pass.
-
-    Each element contains the number of tokens per pass, the source of the pass times, and the
-    ``Service``. If the requests were measured, there is only one element, whose number is ``None``.
-    """
+    """Yield (tokens per pass, source of times, ``Service``), only once if requests were measured."""
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)

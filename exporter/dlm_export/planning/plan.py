@@ -161,11 +161,7 @@ def _is_measured(shape: Shape, measured: Measured) -> bool:
 
 
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
-    """Predict the tokens/s of the measured request.
-
-    Returns ``None`` if ``shape`` is a different denoiser, or if ``shape`` lacks the preset or the
-    precision.
-    """
+    """Predict the tokens/s of the measured request, if ``shape`` can run it."""
     asked = measured.generation
     preset = None if asked.changes else shape.presets.get(asked.preset)
     policy = None if preset is None else Policy(**preset)

@@ -347,11 +347,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """Return the size in bytes of the array for measuring the memory bandwidth.
-
-    The array does not fit into the processor's caches: it is four times as large as the last-level
-    caches, but not smaller than 256 MiB. The array takes at most a quarter of the free memory.
-    """
+    """Return the size of an array that is larger than the caches but fits into free memory."""
     from dlm_export.machine import last_level_cache_bytes
     from dlm_export.memory import available_memory_bytes
 

@@ -119,11 +119,7 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
 
 
 def _invert_lower(lower: Tensor) -> None:
-    """Invert a lower triangular matrix in place.
-
-    The two diagonal blocks are inverted recursively. The off-diagonal block is computed with two
-    products.
-    """
+    """Invert a lower triangular matrix in place, with recursion over the diagonal blocks."""
     size = len(lower)
     if size <= 256:
         identity = torch.eye(size, dtype=lower.dtype, device=lower.device)

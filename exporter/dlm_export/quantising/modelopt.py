@@ -305,11 +305,7 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """Return the path of a layer's ``nn.Linear`` in the copy.
-
-    If the layer's input is multiplied by a Hadamard matrix, this path differs from the path in the
-    denoiser.
-    """
+    """Return the path of a layer's ``nn.Linear`` in the copy, where rotated layers are wrapped."""
     return f"{layer}.1" if layer in rotated else layer
 
 

@@ -130,11 +130,7 @@ def _transposed(matrix: Lazy) -> Lazy:
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
-    """Return the scales that apply to the part ``at`` of an array with ``ndim`` axes.
-
-    There is one scale for each index along ``axis``. If the scales have the shape ``[E, K]``, each
-    expert has separate scales.
-    """
+    """Return the scales along ``axis`` for the part ``at``. Each expert may have its own scales."""
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
     return found
@@ -180,11 +176,7 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``.
-
-        The folded scales are applied. The weight is not rotated. Indexing the array reads the
-        selected part.
-        """
+        """Return a layer's weight, lazy fp32 ``[K, N]``, with folded scales but not rotated."""
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter

@@ -178,11 +178,7 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """Return the number format of a quantised operand, and its group size along the inputs.
-
-    The group size is ``None`` unless the operand is a weight in which groups of inputs have their
-    own scales. If the operand is not quantised, the number format is ``None`` too.
-    """
+    """Return (format, group size). Only weights quantised in groups have a group size."""
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":
         return None, None

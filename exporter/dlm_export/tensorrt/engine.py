@@ -260,11 +260,7 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine, and write it to a file. Returns False if the build fails.
-
-    After a failure, the logger contains the reason. Newer builders write the engine part by part,
-    so memory never contains both the whole engine and the weights.
-    """
+    """Write the engine to a file, part by part if TensorRT can. Returns False if it fails."""
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
         if plan is not None:

@@ -246,11 +246,7 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """Return True if the segments and the template give the same text for all of ``contents``.
-
-    Each element of ``examples`` contains a conversation and the position of one message. The
-    function uses each text in ``contents`` as the content of this message.
-    """
+    """Return True if segments and template agree on all ``contents``, put in all ``examples``."""
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
         said = _markers(order)

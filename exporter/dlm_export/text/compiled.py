@@ -79,11 +79,7 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark the tokens to which the tokenizer encodes their own text.
-
-    If a word is the text of a marked token, the runtime uses this token without merging smaller
-    tokens.
-    """
+    """Mark tokens to which their own text is encoded. The runtime does not merge such words."""
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
     # Do not mark added tokens. If the text of an added token appears as ordinary text, it is
     # encoded to other tokens.

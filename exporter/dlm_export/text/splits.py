@@ -123,13 +123,7 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Group characters into classes.
-
-    Two characters are in the same class if they are in the same sets.
-
-    Returns the class of each code point, and a bit mask for each class. The bit mask says which
-    sets contain the class.
-    """
+    """Group code points by the sets they are in. Returns their classes, and a bit mask for each."""
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)

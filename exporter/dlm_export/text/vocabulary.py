@@ -196,11 +196,7 @@ def _of_characters(
 
 
 def _parts(part: Part | None, members: str) -> list[Part]:
-    """Return a normaliser, pre-tokenizer or decoder as a list.
-
-    The result for a "Sequence" contains its members in order. The result for ``None`` is an empty
-    list. For any other value, the result is a list with this value.
-    """
+    """Return the members of a "Sequence", or a list of the part. ``None`` gives an empty list."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -233,11 +229,7 @@ def _is_spelled(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> bytes:
-    """Return the bytes to which ByteLevel decodes a token.
-
-    Usually, each letter in the name of a token stands for one byte. If one of the letters does not
-    stand for a byte, the result is the UTF-8 encoding of the name.
-    """
+    """Return a token's bytes: those of its letters, or UTF-8 if a letter stands for no byte."""
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
 

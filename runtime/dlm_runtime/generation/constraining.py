@@ -334,12 +334,7 @@ def _content(kind: str, value: Any) -> str:
 
 
 def _schema(kind: str, value: Any) -> Any:
-    """Convert a schema to a JSON value.
-
-    ``value`` is the schema, its JSON text, or a class with a method that returns the schema.
-
-    Raises RequestError.
-    """
+    """Convert a schema, its JSON text, or a class with a schema to JSON. Raises RequestError."""
     if isinstance(value, str):
         try:
             return json.loads(value)

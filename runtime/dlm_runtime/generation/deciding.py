@@ -147,13 +147,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A question, and the texts that are written for its options.
-
-    Args:
-        labels: The names of the options.
-        written: The text that is written into the answer for each option.
-        descriptions: A description of each option, or None.
-    """
+    """A question, with the name, the written text and the description of each option."""
 
     question: Question
     labels: tuple[str, ...]

@@ -171,11 +171,7 @@ def _fitting(
 
 
 def _split(bundle: Bundle, text: str) -> list[str]:
-    """Return the texts around the holes.
-
-    Some tokenizers define a mask token that includes the white space before or after it. This white
-    space is removed.
-    """
+    """Return the texts around the holes, without spaces that the mask token includes."""
     between, added = text.split(HOLE), None
     if bundle.tokenizer is not None:
         added = bundle.tokenizer.added_tokens().get(bundle.mask_token_id)

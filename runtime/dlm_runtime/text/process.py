@@ -197,11 +197,7 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill the tokenizer's process and wait for its end.
-
-    ``owner`` is the id of the process that started the tokenizer's process. Any other process,
-    such as a fork, only closes its pipes.
-    """
+    """Kill the process and wait for its end. A fork of its ``owner`` only closes its pipes."""
     if os.getpid() == owner:
         process.kill()
         process.wait()

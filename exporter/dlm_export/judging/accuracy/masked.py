@@ -195,9 +195,6 @@ def _speculated(
     """Yield the canvases of every ``Kind`` for a denoiser with draft passes and a mask token.
 
     If draft passes decide its text, the only kind is "masked".
-
-    ``canvas`` contains the padded sample. Positions of ``[start, end)`` are compared. ``indices``
-    are the indices of the mask ratios.
     """
     ratios = [
         *((i, MASK_RATIOS[i]) for i in indices),

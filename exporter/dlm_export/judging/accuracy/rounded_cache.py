@@ -76,11 +76,7 @@ class CachedPredictor(SweptPredictor):
         return np.concatenate([self._logits(self._walked[walk][step]) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """Plan the passes over a canvas.
-
-        The first pass fills the cache. Then there is one pass for each block that contains at least
-        one element of ``rows``.
-        """
+        """Plan a pass that fills the cache, and one for each block with some of ``rows``."""
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         whole = Span.of_canvas(self.layered.network, canvas)
         origin = int(rows[0]) if self.visible_block is None else whole.prompt or 0

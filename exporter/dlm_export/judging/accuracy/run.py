@@ -117,11 +117,7 @@ def _judge(
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Describe how the candidate generated texts.
-
-    The result contains the candidate's policy, the number of tokens in all prompts, and how many of
-    these tokens were reused from earlier prompts.
-    """
+    """Describe how the candidate generated texts, and how many prompt tokens were reused."""
     prompt_tokens, cached_tokens = candidate.reused()
     return {
         "policy": policy.as_dict(),

@@ -281,11 +281,7 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Check that the graph chooses experts as good as the experts that torch would choose.
-
-        The function compares the experts' scores, not their indices, because either choice is
-        correct if two experts suit a token equally well.
-        """
+        """Compare the experts' scores, because either choice is correct if two score the same."""
         values, routes = self._shown_now(), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
@@ -424,11 +420,7 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """Return the largest difference between two arrays, divided by the range of ``theirs``.
-
-    ``slack`` contains the allowed difference of each element, which is subtracted from the
-    element's difference. If a value is NaN, the function returns infinity.
-    """
+    """Return the largest difference beyond ``slack``, divided by the range of ``theirs``."""
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
         worst / max(float(theirs.max() - theirs.min()), 1e-30)
@@ -454,11 +446,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return how much each output of a mixture of experts may differ between the graph and torch.
-
-    Unlike ``_slack``, this function considers two quantised inputs: the input of gate and up, and
-    the input of down. The result has the shape ``[.., hidden]``.
-    """
+    """Like ``_slack``, for a mixture: the inputs of gate and up, and of down, are quantised."""
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
@@ -497,14 +485,10 @@ def _experts_slack(
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     """Return how much each quantised input may differ because of the order of additions.
 
-    An input near the boundary between two quantisation codes may get either code. For such inputs,
-    the result contains the distance between the two codes. For all other inputs, the result
-    contains 0. If there are no such inputs, the function returns ``None``.
-
-    To find the inputs, the function quantises two copies of ``x``: one with slightly larger values,
-    and one with slightly smaller values. It then compares the codes of the two copies. The function
-    makes two such comparisons. In the first comparison, the largest input of each row is unchanged,
-    so that the row's range stays the same. In the second comparison, all inputs are changed.
+    An input near the boundary between two codes may get either. The function finds such inputs
+    by quantising slightly larger and slightly smaller copies of ``x``: once with the largest input
+    of each row unchanged, so that the row's range stays the same, and once with all inputs
+    changed. Returns ``None`` if no code differs.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:

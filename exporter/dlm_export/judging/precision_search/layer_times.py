@@ -86,11 +86,7 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """Return how many of a layer's matrices a pass of ``rows`` tokens uses on average.
-
-    The function assumes that all experts are equally likely. A layer without experts consists of
-    one matrix.
-    """
+    """Return how many of a layer's matrices ``rows`` tokens use, if experts are equally likely."""
     return layer.count * (1 - (1 - layer.share) ** rows)
 
 
@@ -138,11 +134,7 @@ def measure(
 def _time(
     shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
 ) -> dict[str, float]:
-    """Return the median time of one matrix product in seconds, for each format.
-
-    If the layer is a head that shares the embedding table, ``table`` is the table's type.
-    Otherwise, ``table`` is ``None``.
-    """
+    """Return the median seconds of a product in each format. A tied table has the type ``table``."""
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
     for name in formats:

@@ -293,11 +293,7 @@ def _cost(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """Plot the increase of each bundle's loss against the bundle's size or time per pass.
-
-    ``at`` contains the size or time of each bundle. Returns ``None`` if the increase is known for
-    fewer than two bundles.
-    """
+    """Plot the increase of loss against ``at``. Returns ``None`` if fewer than two are known."""
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):
         row = entry.as_dict()

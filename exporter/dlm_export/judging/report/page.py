@@ -236,11 +236,7 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split a layer's path into the index of its transformer block, and its role in the block.
-
-    For example, ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). If the layer is outside the
-    blocks, the index is ``None``.
-    """
+    """Split ``blocks.3.mlp.up`` into 3 and ``blocks.*.mlp.up``. Other layers have no index."""
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
 
