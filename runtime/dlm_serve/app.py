@@ -159,9 +159,9 @@ class Server:
             lifespan=self._lifespan,
             exception_handlers={
                 ApiError: _api_error,
-                DlmError: _runtime_error,
+                DlmError: lambda _, err: _api_error(None, of_runtime(err)),
                 HTTPException: _http_error,
-                ClientDisconnect: _gone,
+                ClientDisconnect: lambda *_: Response(status_code=499),
                 Exception: _defect,
             },
         )
@@ -490,10 +490,6 @@ def _api_error(_: Any, err: Any) -> JSONResponse:
     return JSONResponse(err.body, err.status, err.headers)
 
 
-def _runtime_error(_: Any, err: Any) -> JSONResponse:
-    return _api_error(None, of_runtime(err))
-
-
 def _http_error(request: Request, err: Any) -> JSONResponse:
     said = {
         404: f"there is no {request.url.path}",
@@ -501,10 +497,6 @@ def _http_error(request: Request, err: Any) -> JSONResponse:
     }
     error = ApiError(err.status_code, said.get(err.status_code, str(err.detail)))
     return JSONResponse(error.body, error.status, err.headers)
-
-
-def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)
 
 
 def _defect(_: Request, err: Exception) -> JSONResponse:

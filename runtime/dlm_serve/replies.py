@@ -201,18 +201,13 @@ def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
     """Return the log probabilities of tokens and alternatives in the format of completions."""
     tokens = _chosen(model, found)
     texts = [text for (text, _), _ in tokens]
-    top = [_by_text([*others, chosen]) for chosen, others in tokens]
+    top: list[dict[str, float]] = [{} for _ in tokens]
+    for found_by_text, (chosen, others) in zip(top, tokens, strict=True):
+        for text, log_prob in (*others, chosen):
+            found_by_text.setdefault(text, log_prob)  # the first token with this text
     return {
         "tokens": texts,
         "token_logprobs": [log_prob for (_, log_prob), _ in tokens],
         "top_logprobs": top if found.generation.top_log_probs else None,
         "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
     }
-
-
-def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
-    """Map each text to the log probability of the first token with this text."""
-    found: dict[str, float] = {}
-    for text, log_prob in tokens:
-        found.setdefault(text, log_prob)
-    return found

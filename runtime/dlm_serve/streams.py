@@ -271,10 +271,6 @@ class ChoicesWriter(Writer):
             made = sum(first_end is None or at < first_end for at in decided)
         self._so_far[index] = Spent(job.prompt_tokens, made, passes, 0)
 
-    def _usage_so_far(self) -> dict[str, Any]:
-        spent = self._so_far | {index: end.spent for index, end in self.answers.items()}
-        return usage_of([each for _, each in sorted(spent.items())], self._ask)
-
     def _opening(self, index: int) -> Iterator[bytes]:
         if self._form.is_chat:
             yield self._delta(index, {"role": "assistant", "content": ""})
@@ -311,5 +307,7 @@ class ChoicesWriter(Writer):
         if self._counts == "last":
             beside = {"usage": None} | beside
         elif self._counts == "each":
-            beside = {"usage": self._usage_so_far()} | beside
+            spent = self._so_far | {index: end.spent for index, end in self.answers.items()}
+            so_far = usage_of([each for _, each in sorted(spent.items())], self._ask)
+            beside = {"usage": so_far} | beside
         return sse(self._head.around(choices=choices, **beside))

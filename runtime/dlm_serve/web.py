@@ -54,7 +54,8 @@ class Web:
         if not self._allows_host(host, scope.get("server")):
             said = f"the host name {host!r} is not allowed: start the server with --allow-host NAME"
             return ApiError(403, said, code="host_not_allowed")
-        if origin and not self._allows_origin(origin, host):
+        is_own = bool(host) and origin.partition("://")[2] == host
+        if origin and not (is_own or {ANY, origin} & {*self.origins}):
             said = (
                 f"pages of {origin!r} are not allowed: start the server with --cors-origin ORIGIN"
             )
@@ -80,7 +81,3 @@ class Web:
         except ValueError:
             return False
         return True
-
-    def _allows_origin(self, origin: str, host: str) -> bool:
-        is_own = bool(host) and origin.partition("://")[2] == host
-        return is_own or ANY in self.origins or origin in self.origins

@@ -53,12 +53,13 @@ def find_board(system: System) -> Board | None:
     if "Jetson" not in model and release is None:
         return None
     linux = None if release is None else f"{release[1]}.{release[2]}"
+    mode = re.search(r"NV Power Mode: *(\S+)", system.program("nvpmodel", "-q") or "")
     return Board(
         model or "a Jetson without a name in its device tree",
         next((sm for word, sm in SM_BY_MODEL.items() if word in model), None),
         linux,
         _jetpack(system) or (None if release is None else JETPACK_BY_RELEASE.get(int(release[1]))),
-        _power_mode(system),
+        None if mode is None else _name(mode[1]),
     )
 
 
@@ -75,8 +76,3 @@ def _jetpack(system: System) -> str | None:
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )
     return None if found is None else found[0]
-
-
-def _power_mode(system: System) -> str | None:
-    found = re.search(r"NV Power Mode: *(\S+)", system.program("nvpmodel", "-q") or "")
-    return None if found is None else _name(found[1])

@@ -143,6 +143,7 @@ def look(system: System, folder: Path) -> Machine:
     driver = _driver(system)
     packages, extras = _requirements(system)
     wants_cuda = "onnxruntime-gpu" in wheels
+    headers = [folder.format(system.architecture) for folder in HEADER_FOLDERS]
     return Machine(
         python=(int(system.python[0]), int(system.python[1])),
         executable=system.executable,
@@ -176,7 +177,9 @@ def look(system: System, folder: Path) -> Machine:
         memory_limit_bytes=_container_limit(system),
         free_disk_bytes=system.free_disk_bytes(folder),
         compiler=next(iter((system.program("c++", "--version") or "").splitlines()), None),
-        tensorrt_headers=_headers(system),
+        tensorrt_headers=next(
+            (f"/{each}" for each in headers if system.paths(f"{each}/NvInferRuntime.h")), None
+        ),
     )
 
 
@@ -297,11 +300,3 @@ def _container_limit(system: System) -> int | None:
         for name in ("memory.max", "memory.current")
     )
     return max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
-
-
-def _headers(system: System) -> str | None:
-    """Find the system folder with TensorRT's headers. Returns ``None`` if no folder has them."""
-    for folder in HEADER_FOLDERS:
-        if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
-            return f"/{folder.format(system.architecture)}"
-    return None

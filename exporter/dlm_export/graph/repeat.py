@@ -37,7 +37,10 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     result is used, and layers exchange only the residual stream and shared values.
     """
     front, blocks, behind = _cut(traced)
-    streams = [_handed([node for node in front if _is_embedding(node)], blocks[0])]
+    embedding = [
+        node for node in front if node.metadata_props[LAYER_KEY].partition(".")[0] == EMBED
+    ]
+    streams = [_handed(embedding, blocks[0])]
     streams += [
         _handed(block, reader) for block, reader in zip(blocks, [*blocks[1:], behind], strict=True)
     ]
@@ -126,11 +129,6 @@ class _Copies:
             name=_named(node.name, layer),
             metadata_props={LAYER_KEY: _named(node.metadata_props[LAYER_KEY], layer)},
         )
-
-
-def _is_embedding(node: ir.Node) -> bool:
-    """Return True if a node belongs to the embedding or to one of its modules."""
-    return node.metadata_props[LAYER_KEY].partition(".")[0] == EMBED
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:

@@ -157,17 +157,6 @@ def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
     return chosen
 
 
-def _verified(turn: Turn, guess: np.ndarray) -> np.ndarray:
-    """Choose the positions up to and including the first one where drafted and new tokens differ.
-
-    A draft pass chooses no position.
-    """
-    chosen = np.zeros(len(guess), bool)
-    if turn.drafted is not None:
-        chosen[: int((guess != turn.drafted).argmax()) + 1] = True
-    return chosen
-
-
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
     """Choose which positions of a turn to commit. Returns bool ``[M]``.
 
@@ -175,7 +164,10 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
     ``[M]`` contains the score of this token.
     """
     if policy.commit == "verify":
-        return _verified(turn, guess)
+        chosen = np.zeros(len(guess), bool)
+        if turn.drafted is not None:  # otherwise, a draft pass, which chooses no position
+            chosen[: int((guess != turn.drafted).argmax()) + 1] = True
+        return chosen
     if turn.standing is not None:
         is_edit = turn.standing >= 0
         is_surer = score > score_of(policy.edit_threshold)

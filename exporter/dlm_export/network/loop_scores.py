@@ -29,16 +29,6 @@ def log_odds(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return found
 
 
-def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``.
-
-    A score depends only on the seed, the pass and the position.
-    """
-    return np.array(
-        [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
-    )
-
-
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     """Return the scores, float64 ``[M]``, of the most likely tokens at a turn's positions.
 
@@ -48,7 +38,8 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     by, odds = scored_by(policy), log_odds(logits, logits.argmax(-1))
     confidences = score_of_log_odds(odds)
     if by == "random":
-        found = score_of(random_scores(turn, policy))
+        positions = turn.positions.tolist()
+        found = score_of(np.array([random_score(policy.seed, turn.passes, at) for at in positions]))
     elif by == "confidence":
         found = confidences
     elif by == "margin":

@@ -160,18 +160,15 @@ def p95_range(service: Service, max_running: int, load: float) -> tuple[float, f
     The number of requests per second stays the same, so slower passes mean a higher load. The second
     value is ``None`` if the replica cannot complete this number of requests per second.
     """
-    low, high = (
-        None
-        if load * pace > (STEPS - 1) / STEPS
-        else latencies_at(_at_pace(service, pace), max_running, load * pace).p95_ms
-        for pace in service.paces
-    )
+    found: list[float | None] = []
+    for pace in service.paces:
+        pass_ms = tuple((shares, pace * ms) for shares, ms in service.pass_ms)
+        paced = replace(service, pass_ms=pass_ms)
+        is_steady = load * pace <= (STEPS - 1) / STEPS
+        found.append(latencies_at(paced, max_running, load * pace).p95_ms if is_steady else None)
+    low, high = found
     assert low is not None  # the smallest pace is at most 1
     return low, high
-
-
-def _at_pace(service: Service, pace: float) -> Service:
-    return replace(service, pass_ms=tuple((shares, pace * ms) for shares, ms in service.pass_ms))
 
 
 @functools.lru_cache(maxsize=1 << 12)

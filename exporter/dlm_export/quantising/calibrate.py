@@ -199,15 +199,15 @@ def _sweep(
             met = observed(Wanted(i, foldable, seeds, AWQ_ROWS, keep=False))
             fold(done, met.observers, foldable, met.entered, fewest_tokens)
             del met
-        wanted = Wanted(
-            i,
-            here,
-            seeds,
-            grams=tuple(of for of in solvable if _unsolved(done, here[of]))
-            if recipe.solver == "gptq"
-            else (),
-            rotated=frozenset(done.rotated) & here.keys(),
+        # Layers with the same input share a Gram matrix. Each expert needs its own Gram matrix.
+        unsolved = (
+            of
+            for of, readers in solvable.items()
+            if any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
         )
+        wanted_grams = tuple(unsolved) if recipe.solver == "gptq" else ()
+        rotated = frozenset(done.rotated) & here.keys()
+        wanted = Wanted(i, here, seeds, grams=wanted_grams, rotated=rotated)
         found = observed(wanted)
         done.observers |= found.observers
         grams, entered = found.grams, found.entered
@@ -244,15 +244,6 @@ def _run(
     if memory is not None and has_experts:
         memory //= 2
     return Run(layered, states, memory_bytes=memory, folder=workplace.folder)
-
-
-def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """Return True if a solver must still round a matrix in ``readers`` and needs a Gram matrix.
-
-    All matrices in ``readers`` have the same input, so they share one Gram matrix. Stacks of
-    experts are ignored, because each expert needs its own Gram matrix.
-    """
-    return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()

@@ -61,7 +61,11 @@ def add_engine(
             f"{folder}: has an engine for {target.name}. Pass --force to build it again."
         )
     check_device_graph(folder, manifest, target)
-    _check_precision(target, manifest["precision"])
+    precision = manifest["precision"]
+    if "layers" in precision:
+        check([target], precision["layers"].values(), "the bundle")
+    else:
+        recipe_for([target], precision["name"])
     builder = find_builder(target, options)
     if builder is None:
         if target.needs_plain_graph and manifest["opset"] > PLAIN_OPSET:
@@ -131,11 +135,3 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
         finally:
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
-
-
-def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
-    """Check that ``target`` supports the bundle's precision. Otherwise, raises TargetError."""
-    if "layers" in precision:
-        check([target], precision["layers"].values(), "the bundle")
-    else:
-        recipe_for([target], precision["name"])

@@ -193,7 +193,9 @@ def build_engine(
     logger = _logger(trt.ILogger)
     logger.reset()
     trt_builder = trt.Builder(logger)
-    network = trt_builder.create_network(_network_flags(trt))
+    # TensorRT 11 does not define this flag, because its networks are always strongly typed.
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = trt_builder.create_network(0 if flag is None else 1 << int(flag))
     parser = trt.OnnxParser(network, logger)
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
@@ -301,12 +303,6 @@ def seal(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
-
-
-def _network_flags(trt: Any) -> int:
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    # TensorRT 11 does not define this flag, because its networks are always strongly typed.
-    return 0 if flag is None else 1 << int(flag)
 
 
 @functools.cache

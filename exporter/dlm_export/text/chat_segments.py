@@ -154,7 +154,12 @@ def read_chat(constants: Constants, render: Render) -> Chat:
         examples = [(order, at) for order in known for at in _places(order, role, is_last)][
             :_EXAMPLES_PER_CONTEXT
         ]
-        transform = _transform(segments, render, examples)
+        fitting = (
+            each
+            for each in (AS_IS, STRIPPED)
+            if _holds(segments, render, examples, each, _CONTENTS)
+        )
+        transform = next(fitting, REFUSED)
         transforms.append(transform)
         if transform == REFUSED:
             continue
@@ -228,15 +233,6 @@ def _places(order: Sequence[str], role: str, is_last: bool) -> list[int]:
     return [
         at for at, each in enumerate(order) if each == role and (at == len(order) - 1) == is_last
     ]
-
-
-def _transform(
-    segments: _Segments, render: Render, examples: Sequence[tuple[Sequence[str], int]]
-) -> int:
-    for transform in (AS_IS, STRIPPED):
-        if _holds(segments, render, examples, transform, _CONTENTS):
-            return transform
-    return REFUSED
 
 
 def _holds(

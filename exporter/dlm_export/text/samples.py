@@ -104,6 +104,7 @@ _SCRIPTS = (
 FEW_MESSAGES, MOST_MESSAGES = 12, 100  # sizes of conversations in ``counted``
 MOST_LETTERS = 4096
 MOST_NUMBERS = 8  # numbers of a template of which sums and products are tried too
+_DIGITS_AND_MARKS = "0123456789.,:;'\"!?()[]{}<>/\\|@#$%&*-_=+~^`sStTmMdDlLvVrReE"
 _MARKS = (0x300, 0x70)  # the first combining mark, and the number of them
 
 
@@ -128,7 +129,7 @@ def lines(
             elif kind == 6 and added:
                 parts.append(source.choice(added))
             elif kind == 7:
-                parts.append(_digits_and_marks(source))
+                parts += source.choices(_DIGITS_AND_MARKS, k=source.randrange(1, 8))
             else:
                 parts.append(_of_a_script(source, number))
             parts.append(source.choice(_SPACES) * source.choice((1, 1, 1, 2, 7)))
@@ -210,11 +211,3 @@ def _of_a_script(source: random.Random, number: int) -> str:
                 chr(_MARKS[0] + source.randrange(_MARKS[1])) for _ in range(source.randrange(1, 4))
             )
     return "".join(letters)
-
-
-def _digits_and_marks(source: random.Random) -> str:
-    return "".join(
-        source.choices(
-            "0123456789.,:;'\"!?()[]{}<>/\\|@#$%&*-_=+~^`sStTmMdDlLvVrReE", k=source.randrange(1, 8)
-        )
-    )

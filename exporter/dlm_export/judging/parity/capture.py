@@ -173,7 +173,8 @@ def capture(
         mask_token_id=network.mask_token_id,
         seed=options.seed,
         prompts="random" if options.prompts is None else _printable(options.prompts.name),
-        versions=_versions(),
+        versions={"python": platform.python_version()}
+        | {name: metadata.version(name) for name in ("torch", PACKAGE, "numpy", "dlm-export")},
     )
     return Golden(provenance, canvases, logits)
 
@@ -202,13 +203,6 @@ def _prompts(
     text = released_tokenizer.read(checkpoint, network).tokenizer
     found = None if text is None else Tokenizer(text.encode(), None, {}, checkpoint.path)
     return read_prompts(options.prompts, found, options.count)
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", PACKAGE, "numpy", "dlm-export")
-    return {"python": platform.python_version()} | {
-        name: metadata.version(name) for name in packages
-    }
 
 
 # ---- Which class ----
