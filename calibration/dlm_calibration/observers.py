@@ -277,10 +277,7 @@ def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to values of E4M3, scaled to the range ``clip``.
-
-    The range ``clip`` corresponds to the largest number of the format, 448.
-    """
+    """Round magnitudes ``x``, float64, to E4M3 values, where 448 is scaled to ``clip``."""
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)
 

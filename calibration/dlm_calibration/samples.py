@@ -163,10 +163,7 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of each line, without trailing white space.
-
-    Raises CalibrationError.
-    """
+    """Yield each line's number and its text, stripped on the right. Raises CalibrationError."""
     try:
         if not path.is_file():
             raise CalibrationError(f"{path}: no such file")
@@ -301,10 +298,7 @@ def _completed(
 
 
 def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
-    """Encode plain text as a sample. The text of a special token is encoded as that token.
-
-    Raises ValueError if the text is empty.
-    """
+    """Encode plain text, with special tokens, as a sample. Raises ValueError if it is empty."""
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("there is no text: leave this line out")

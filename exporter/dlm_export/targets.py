@@ -156,10 +156,7 @@ def _least_sm(name: str) -> int:
 
 
 def _formats_for(kind: str) -> tuple[str, ...]:
-    """Return the formats that ``--precision auto`` tries on a kind of target.
-
-    The kinds are cpu, cuda and tensorrt.
-    """
+    """Return the formats that ``--precision auto`` tries on cpu, cuda or tensorrt."""
     return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
 

@@ -137,10 +137,7 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
 def _rows(
     info: DenoiserInfo, keys: Any, values: Any, batch: int, rows: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the key array and the value array of every layer.
-
-    Each array has the shape ``[B, Hkv, rows, D]``.
-    """
+    """Return every layer's array of keys and of values, each ``[B, Hkv, rows, D]``."""
     shape = (batch, info.kv_heads, rows, info.head_size)
     layers = [
         (C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)

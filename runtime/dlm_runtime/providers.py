@@ -121,10 +121,7 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 
 def _cuda_major() -> str:
-    """Return the major version of CUDA for which the installed onnxruntime was built.
-
-    If the version is unknown, the result is ``*``.
-    """
+    """Return the CUDA version that onnxruntime was built for, or ``*`` if it is unknown."""
     for folder in package_folders("onnxruntime"):
         about = folder / "capi" / "build_and_package_info.py"
         match = (

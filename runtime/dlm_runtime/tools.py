@@ -323,10 +323,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """Return the name of a function.
-
-    Raises RequestError if the description of the function is invalid.
-    """
+    """Return the name of a function. Raises RequestError if its description is invalid."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(

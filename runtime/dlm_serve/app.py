@@ -256,10 +256,7 @@ class Server:
         return bytes(found)
 
     def _check_size(self, size: int) -> None:
-        """Check the size of a body, and the total size of all arriving bodies.
-
-        Raises ApiError if a size exceeds its limit.
-        """
+        """Check the size of a body, and of all arriving bodies together. Raises ApiError."""
         if size > self._limits.body_bytes:
             said = f"the body has more than {self._limits.body_bytes} bytes"
             raise ApiError(413, said, code="body_too_large")

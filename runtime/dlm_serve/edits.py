@@ -71,10 +71,7 @@ def _read(content: str) -> tuple[str, str, str]:
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Return three texts: before a section, in the section, and after the section.
-
-    Raises ApiError if ``text`` does not contain the section exactly once.
-    """
+    """Return the texts around and in a section. Raises ApiError unless it occurs once."""
     found = re.split(re.escape(f"<|{name}|>") + "|" + re.escape(f"<|/{name}|>"), text)
     is_whole = len(found) == 3 and text.startswith(f"<|{name}|>", len(found[0]))
     if not is_whole or not text.endswith(f"<|/{name}|>{found[2]}"):

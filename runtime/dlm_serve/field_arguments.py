@@ -275,10 +275,7 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """Convert an earlier function call for the chat template.
-
-    In requests, the call's arguments are a JSON text. Chat templates need an object instead.
-    """
+    """Convert an earlier function call for the template, which needs arguments as an object."""
     arguments: Any = call.function.arguments
     if counts(arguments.encode("utf-8", "replace"))[0] > MOST_VALUES:
         said = f"the arguments of a call have more than {MOST_VALUES} strings, lists and objects"
@@ -370,10 +367,7 @@ def _own_constraint(body: Sampling) -> Wanted | None:
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format.
-
-    For the format "text", which needs no constraint, the function returns an empty dict.
-    """
+    """Return the constraint of a response format. It is empty for the format "text"."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}
@@ -387,10 +381,7 @@ def _format(body: ChatBody) -> dict[str, Any]:
 
 
 def _prompts(prompt: Prompt, model: Model) -> list[str | list[int]]:
-    """Return the prompts of a completion. Raises ApiError.
-
-    The field contains one prompt or a list of prompts. Each prompt is text or a list of token IDs.
-    """
+    """Return the prompts, each as text or token IDs. Raises ApiError."""
     found: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if not found:
         raise ApiError(400, "prompt: the list is empty", "prompt", "invalid_value")

@@ -66,10 +66,7 @@ def document() -> dict[str, Any]:
 
 
 def _page() -> str:
-    """Return a page that lists all paths.
-
-    The page contains no scripts, and loads files only from this server.
-    """
+    """Return a page with all paths, without scripts, and with files only from this server."""
     rows = [("POST", path, said) for path, (_, said) in POSTS.items()]
     rows += [("GET", path, said) for path, said in GETS.items()]
     table = "".join(

@@ -99,10 +99,7 @@ class Writer(ABC):
         """Yield the events that end the stream after a job has failed."""
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:  # noqa: B027
-        """Record the progress of a job before its events are written.
-
-        ``event`` is None before the first event of a job.
-        """
+        """Record a job's progress before its event is written. The first ``event`` is None."""
 
     async def chunks(self, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
         """Yield all events of the stream. Closing the iterator cancels the jobs."""

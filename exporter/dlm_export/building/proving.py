@@ -186,10 +186,7 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """Measure the bundle's accuracy.
-
-    If the effort is "full", also fit the bundle's threshold and effort levels.
-    """
+    """Measure the bundle's accuracy. With "full" effort, also fit its threshold and levels."""
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None

@@ -73,10 +73,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the weights that a solver rounded in an earlier build can be read.
-
-    Raises CalibrationError if a file is damaged.
-    """
+    """Check that weights that an earlier build rounded can be read. Raises CalibrationError."""
     solved = Solved(folder)
     layers = list(solved)
     if layers:

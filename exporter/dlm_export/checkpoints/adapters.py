@@ -219,10 +219,7 @@ def _matrix(checkpoint: Checkpoint, name: str, module: str) -> str | None:
 
 
 def _open(checkpoint: Checkpoint, name: str, supported: dict[str, tuple[object, ...]]) -> Config:
-    """Check the settings of an adapter, and read the header of its tensor file.
-
-    Raises CheckpointError.
-    """
+    """Check an adapter's settings, and read its tensors' header. Raises CheckpointError."""
     path = config_file(checkpoint, name)
     weights = path.with_name(WEIGHTS_FILE)
     for file in (path, weights):

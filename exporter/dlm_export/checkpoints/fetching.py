@@ -103,10 +103,7 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
 
 
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
-    """Return the files to fetch, small files first.
-
-    Raises HubError if the repository lacks a file that every checkpoint needs.
-    """
+    """Return the files to fetch, small ones first. Raises HubError if a vital file is missing."""
     with _one_sentence(name):
         found = [file for file in listed if _is_wanted(file.rfilename)]
     paths = {file.rfilename for file in found}

@@ -418,10 +418,7 @@ def _text(value: object) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file that has been checked.
-
-    Returns a dict that describes each tensor, and the offset of the tensor data in bytes.
-    """
+    """Read the header of a checked safetensors file. Returns its entries and the data's offset."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

@@ -40,10 +40,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "sho
 
 
 def _registered_commands() -> Iterator[click.Command]:
-    """Yield the commands that other packages register, such as ``serve``.
-
-    The commands of a package that is not installed are missing.
-    """
+    """Yield the commands that other installed packages register, such as ``serve``."""
     for registered in sorted(entry_points(group="dlm_export.commands")):
         if find_spec(registered.module.partition(".")[0]) is not None:
             yield registered.load()

@@ -259,10 +259,7 @@ class Conversation:
 
 
 def _in_lines(talk: Conversation) -> DlmError | None:
-    """Answer each line of stdin on stdout, and print all other messages to stderr.
-
-    If an answer fails, the conversation continues with the next line. Returns the first error.
-    """
+    """Answer each line of stdin on stdout, even after failures. Returns the first error."""
     first: DlmError | None = None
     with interrupted_by(talk.interrupt):
         for number, line in enumerate(map(str.strip, sys.stdin), 1):

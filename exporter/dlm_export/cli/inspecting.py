@@ -168,10 +168,7 @@ def _window_words(c: NetworkSpec) -> str | None:
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Return the maximum number of tokens that are cached for the longest canvas.
-
-    Block-causal networks cache all blocks except the last block. Other networks cache all tokens.
-    """
+    """Return how many tokens of the longest canvas are cached: all, or all blocks but the last."""
     block = 1 if c.blocks_after_prompt else c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 

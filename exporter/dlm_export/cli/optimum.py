@@ -83,10 +83,7 @@ def build_arguments(values: Namespace) -> list[str]:
 
 
 def _options() -> Iterator[click.Option]:
-    """Yield the options of ``dlm-export build``, except ``--output``.
-
-    ``--output`` is left out because the output folder is a positional argument in optimum-cli.
-    """
+    """Yield the options of ``build`` but ``--output``, which is positional in optimum-cli."""
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":
             yield parameter

@@ -43,10 +43,7 @@ class Option(cloup.Option):
 
 
 class _File(click.Path):
-    """The type of options that name a file to read.
-
-    Pipes and devices are rejected, because reading a pipe or a device could take forever.
-    """
+    """A file to read. Pipes and devices are rejected, because reading could take forever."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).lstrip().startswith(("{", "[")) and not os.path.lexists(value):

@@ -221,10 +221,7 @@ def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]
 
 
 def _by_target(option: str, text: str | None, targets: Sequence[Target]) -> dict[str, float]:
-    """Parse an option that gives a number for each target.
-
-    The option's value is one number for all targets, or a list such as ``h100=2.5,thor=0.1``.
-    """
+    """Parse one number for all targets, or a list such as ``h100=2.5,thor=0.1``."""
     names = [target.name for target in targets]
     numbers: dict[str, float] = {}
     for part in split(text or ""):
@@ -515,10 +512,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """For each number of tokens per pass, print how many such passes a generation makes.
-
-    Denoisers that make equal passes share a table.
-    """
+    """Print a generation's passes by tokens per pass. Denoisers with equal passes share a table."""
     tables: dict[tuple[Any, ...], list[str]] = {}
     for (name, block), found in groupby(
         plan.passes, lambda each: (each.denoiser, each.block_length)

@@ -101,10 +101,7 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _prompt_reuse(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """For a block-causal bundle, yield a finding that says whether requests can reuse prompts.
-
-    Other bundles get no finding, because they cannot reuse prompts on any machine.
-    """
+    """Yield a finding that says whether a block-causal bundle can reuse prompts here."""
     if "visible_block" not in manifest["loop"]:
         return
     reuse, name = prompt_reuse_of(manifest), "reuse of prompts"
@@ -119,10 +116,7 @@ def _prompt_reuse(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterato
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
-    """List the missing parts that every bundle needs on the CPU.
-
-    The remedy is always "see above", because earlier lines of the report give the details.
-    """
+    """List what every bundle lacks on the CPU. Earlier lines of the report give the remedies."""
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     if m.onnxruntime.failure is not None or numbers(m.onnxruntime.version) < LEAST_ONNXRUNTIME:

@@ -256,10 +256,7 @@ def _tensorrt(system: System) -> dict[str, Library]:
 
 
 def _module_version(system: System, names: Sequence[str]) -> str | None:
-    """Return the version of the first installed module in ``names``.
-
-    Returns ``None`` if no module in ``names`` is installed, and "?" if the version is unknown.
-    """
+    """Return the version of the first installed module, or "?" if its version is unknown."""
     distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
     found = next(filter(system.has_module, names), None)
     return None if found is None else system.version(distributions.get(found, found)) or "?"

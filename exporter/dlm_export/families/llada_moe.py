@@ -46,10 +46,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """Return the description of each layer's MLP or experts.
-
-    A layer has no experts if its entry in ``moe_layer_freq`` is 0.
-    """
+    """Describe each layer's MLP, or its experts if its ``moe_layer_freq`` is not 0."""
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)

@@ -181,10 +181,7 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _query_scale(settings: _Settings, scaling: Scaling | None) -> QueryScale | None:
-    """Read how queries are scaled on long canvases. Raises CheckpointError.
-
-    Returns ``None`` if the factor is 0, because queries are then not scaled.
-    """
+    """Read how queries are scaled on long canvases, if they are. Raises CheckpointError."""
     settings.take(LENGTH)  # transformers ignores this copy of the number of positions
     if not settings.has("llama_4_scaling_beta"):
         settings.refuse(

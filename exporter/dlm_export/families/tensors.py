@@ -79,10 +79,7 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Return the types and shapes of the tensors that the denoiser needs.
-
-        The keys are the tensors' names in the released checkpoint.
-        """
+        """Return the types and shapes of the released tensors that the denoiser needs, by name."""
         expected: dict[str, Expected] = {}
         read: dict[
             str, list[tuple[int, int]]

@@ -197,10 +197,7 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
-    """Convert a tensor to fp32, and keep the tensor's memory order.
-
-    This function uses numpy, because torch would start more threads in each calling thread.
-    """
+    """Convert to fp32 in the same memory order. numpy starts no threads, unlike torch."""
     if tensor.dtype != torch.bfloat16:
         array: np.ndarray = tensor.numpy().astype(np.float32, copy=False)
         return array

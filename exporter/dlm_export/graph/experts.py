@@ -242,10 +242,7 @@ def call_moe_layer(model: ir.Model, network: NetworkSpec) -> None:
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Return the shapes and types of the arrays that store a stack of experts' matrices.
-
-    The entries are in the same order as the inputs of the ONNX function.
-    """
+    """Return the shapes and types of a stack's arrays, in the order of the function's inputs."""
     chosen, count = FORMATS[held], operators.padded(stack.outputs) // operators.PANEL
     in_front, lines = (stack.count, count), (operators.PANEL, operators.DOT)
     by_column = (stack.count, count * operators.PANEL)

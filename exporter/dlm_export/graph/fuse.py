@@ -229,10 +229,7 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if more than one node uses a value.
-
-    Residual sums (Add) and low-rank updates are not counted.
-    """
+    """Return True if several nodes use a value, except sums (Add) and low-rank updates."""
     users = () if value is None else value.uses()
     not_counted = ("Add", operators.DRAFT_UPDATE)
     return len({id(node) for node, _ in users if node.op_type not in not_counted}) > 1
@@ -482,10 +479,7 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """Return the node that computes ``value``. The node's operator must be ``op_type``.
-
-    Otherwise, raises _Unlike with the message ``otherwise``.
-    """
+    """Return the node of type ``op_type`` that computes ``value``, or raise _Unlike."""
     node = _producer(value, op_type)
     if node is None:
         raise _Unlike(otherwise)
@@ -501,10 +495,7 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Return the values, after checking that there are ``count`` values and that none is missing.
-
-    Otherwise, raises _Unlike.
-    """
+    """Return ``count`` values. Raises _Unlike if there are more or fewer, or one is missing."""
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
         raise _Unlike(f"an operator has {len(found)} inputs, expected {count}")
@@ -582,10 +573,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
-    """Replace a sum of two tensors and the sum's RMSNorm with one call.
-
-    Does nothing if the sum is not the input of an RMSNorm.
-    """
+    """Replace a sum of two tensors and its RMSNorm, if there is one, with one call."""
     if any(value is None or _is_constant(value) for value in add.inputs):
         return  # ``add`` adds a bias, but the kernel needs two tensors of the same shape
     total = add.outputs[0]
@@ -599,10 +587,7 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """Replace the operators that compute the two best tokens and the entropy with one call.
-
-    Raises _Unlike.
-    """
+    """Replace the operators of the two best tokens and the entropy by a call. Raises _Unlike."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:
         return

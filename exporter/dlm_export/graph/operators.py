@@ -340,10 +340,7 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """Add nodes that compute the index of the group of each input, int64 ``[K]``.
-
-    ``inputs`` is K.
-    """
+    """Add nodes that compute the group of each of ``inputs`` inputs, int64 ``[K]``."""
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     numbers = body.op("Range", zero, body.op("Squeeze", inputs), one)
     return body.op("Div", numbers, body.attribute("group_size", ir.AttributeType.INT))

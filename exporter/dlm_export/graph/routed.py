@@ -124,10 +124,7 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """Compute the output of one expert for ``x`` ``[n, K]``.
-
-    ``stored`` contains the expert's weights and scales.
-    """
+    """Compute one expert's output for ``x`` ``[n, K]`` from its weights and scales ``stored``."""
     if calls := FUNCTIONS[name].calls:
         *gated, linear = calls
         own = {"group_size": "group_size" * ("4" in name)}

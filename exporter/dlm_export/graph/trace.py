@@ -163,10 +163,7 @@ _CONDITIONING_OUTPUTS = ("next_conditioning",)
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Return the cache inputs or outputs with this prefix, in order.
-
-    The result maps each name to ``(kv_heads, head_size)``.
-    """
+    """Map the cache inputs or outputs with this prefix to ``(kv_heads, head_size)``."""
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -375,10 +372,7 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """Return the type of a node's output.
-
-    For most operators, this type is the type of the first input.
-    """
+    """Return the type of a node's output: for most operators, that of the first input."""
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -429,10 +423,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Give the dynamic axes the names B, T, S, W and R.
-
-    torch uses different names in each input.
-    """
+    """Name the dynamic axes B, T, S, W and R. In torch, each input has other names."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

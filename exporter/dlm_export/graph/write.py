@@ -211,9 +211,6 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes, each in one byte, into half as many bytes.
-
-    As in ONNX, the first code of a byte is in the low four bits.
-    """
+    """Pack 4-bit codes into half as many bytes. As in ONNX, the first code is in the low bits."""
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

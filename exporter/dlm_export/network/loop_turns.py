@@ -468,10 +468,7 @@ def _scored(
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Yield the turns that may edit the tokens of a finished block (LLaDA2.1).
-
-    If a turn changes no token, it is the last turn.
-    """
+    """Yield the turns that edit a finished block (LLaDA2.1), until one changes no token."""
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
         positions, standing = _scored(canvas, wanted, stage, policy)
         yield Turn(

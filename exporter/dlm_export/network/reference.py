@@ -163,10 +163,7 @@ class Run:
         )
 
     def _write_noise(self, step: int) -> None:
-        """Write the random tokens of pass ``step`` over the block to the turn's positions.
-
-        Positions with only one possible token get this token.
-        """
+        """Write the noise of pass ``step``, and scaffold tokens, to the turn's positions."""
         positions = self.turn.positions
         self._write_random(positions, step)
         self.is_noised[positions] = True

@@ -111,10 +111,7 @@ class Rewriting:
 
 
 def _other(token: int, logits: Tensor, ruled_out: Collection[int]) -> int:
-    """Return the most likely token of a row ``[V]`` that is not in ``ruled_out``.
-
-    Returns ``token`` if the whole vocabulary is ruled out.
-    """
+    """Return the most likely token of a row outside ``ruled_out``, or ``token`` if none is."""
     left = logits.clone()
     left[list(ruled_out)] = -np.inf
     return token if left.isneginf().all() else int(left.argmax())

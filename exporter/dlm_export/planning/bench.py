@@ -394,10 +394,7 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Read the token IDs of prompts from a file of calibration data.
-
-    The prompts need no completions. Raises CalibrationError or RequestError.
-    """
+    """Read prompts from calibration data. Raises CalibrationError or RequestError."""
     samples = read_samples(
         data,
         bundle.tokenizer,

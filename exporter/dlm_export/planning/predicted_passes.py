@@ -142,10 +142,7 @@ def list_passes(
 
 
 def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each pass that computes a part of the prompt.
-
-    If the keys and values of all positions are reused, there is no pass.
-    """
+    """Yield the start and the end of each pass over the part of a prompt that is not reused."""
     whole = turn.span.first, turn.span.last
     for start, end in _split(whole, loop.prompt_pass_tokens, turn.start, loop):
         if end > loop.reused:

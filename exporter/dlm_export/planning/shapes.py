@@ -196,10 +196,7 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """Return the format of a tied embedding table if the user requests the format ``name``.
-
-    On GPUs, the table is never quantised.
-    """
+    """Return the format of a tied table for layers in ``name``. GPUs never quantise it."""
     if target.sm is not None:
         return HIGH
     return next((each for each in (name, *FORMATS[name].next) if FORMATS[each].suits_table), HIGH)

@@ -56,10 +56,7 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """Return the largest magnitude in each row of a layer's weight, fp32 ``[K]``.
-
-    For a stack of experts' matrices, the result contains the largest magnitudes over all experts.
-    """
+    """Return the largest magnitudes in the rows of a weight, over all experts, fp32 ``[K]``."""
     found: np.ndarray
     if layer.is_stacked:
         found = np.max([_row_amax_of(done, layer, expert) for expert in range(layer.count)], 0)

@@ -328,10 +328,7 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings that do not apply, and redirect modelopt's output from stdout to stderr.
-
-    stdout is reserved for results.
-    """
+    """Silence warnings that do not apply, and send modelopt's output to stderr."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

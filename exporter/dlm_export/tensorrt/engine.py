@@ -307,10 +307,7 @@ def seal(entry: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """Return the ILogger that collects errors and warnings.
-
-    TensorRT allows one ILogger per process.
-    """
+    """Return the process's only ILogger, which collects errors and warnings."""
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]

@@ -205,10 +205,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 
 
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
-    """Return the texts before, between and after the markers.
-
-    Returns ``None`` unless each marker appears exactly once, in the order of ``markers``.
-    """
+    """Return the texts around the markers, if each appears exactly once, in their order."""
     pieces = []
     for marker in markers:
         if text.count(marker) != 1:

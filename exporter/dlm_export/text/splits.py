@@ -420,10 +420,7 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """Return the characters that an escape such as ``\\p{L}`` matches.
-
-    Raises NotCompiled if the escape is unknown.
-    """
+    """Return the characters of an escape such as ``\\p{L}``. Raises NotCompiled."""
     from tokenizers import Regex, pre_tokenizers
 
     try:

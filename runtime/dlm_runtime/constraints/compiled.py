@@ -229,10 +229,7 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint with the hash ``key`` from a file.
-
-    Returns None if the file is missing or damaged, or contains a different constraint.
-    """
+    """Load the constraint with the hash ``key``, or None if no valid file contains it."""
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         with contextlib.suppress(OSError):  # the folder may be read-only

@@ -67,10 +67,7 @@ class _Source:
 
 @dataclass
 class _Stored:
-    """A stored constraint, or the reason why it could not be compiled.
-
-    A thread that compiles the constraint holds ``lock``.
-    """
+    """A constraint, or why it failed. The thread that compiles it holds ``lock``."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     made: compiled.Constraint | None = None
@@ -291,10 +288,7 @@ class Constraints:
 
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the only argument that is set.
-
-    Raises RequestError if no argument is set, or if more than one argument is set.
-    """
+    """Return the only argument that is set, and its name. Raises RequestError."""
     flag_of("json_object", asked.get("json_object", False))
     given = [
         (kind, value)
@@ -352,9 +346,7 @@ def _schema(kind: str, value: Any) -> Any:
 
 
 def _record(kind: str, value: Any) -> dict[str, Any]:
-    """Convert the argument of a JSON Lines, CSV or XML constraint to a part of a "tree" constraint.
-    Raises RequestError.
-    """
+    """Convert a JSON Lines, CSV or XML constraint to a part of a "tree". Raises RequestError."""
     schema, bounds = value, {}
     member: dict[str, Any] = {}
     if kind == "json_lines" and isinstance(value, JsonLines):
@@ -390,10 +382,7 @@ def _text(
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """Return the caller's folder for compiled constraints.
-
-    Raises RequestError if the argument is not a path.
-    """
+    """Return the caller's folder for compiled constraints. Raises RequestError."""
     if cache_dir is None:
         return None
     try:

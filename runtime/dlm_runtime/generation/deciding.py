@@ -452,10 +452,7 @@ def _told(chat: Any, asked: str) -> Any:
 
 
 def _slots(questions: Mapping[str, Question], layout: Layout | None) -> dict[str, _Slot]:
-    """Check the questions and return their slots.
-
-    If there is a layout, options are written as JSON.
-    """
+    """Check the questions and return their slots. With a layout, options are JSON."""
     if not isinstance(questions, Mapping) or not questions:
         raise RequestError(
             f"questions = {shown(questions)}: give a dict with at least one question"
@@ -512,10 +509,7 @@ def _object(slots: Mapping[str, _Slot], layout: Layout) -> list[str | tuple[str,
 
 
 def _template(slots: Mapping[str, _Slot], answer: str) -> list[str | tuple[str, _Slot]]:
-    """Split the text of an answer at its marks ``<mask:NAME>`` into fixed texts and named slots.
-
-    Raises RequestError.
-    """
+    """Split an answer at ``<mask:NAME>`` into texts and slots. Raises RequestError."""
     pieces = _SLOT.split(answer)
     names = pieces[1::2]
     for name in names:

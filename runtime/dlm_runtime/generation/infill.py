@@ -280,10 +280,7 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """Return all combinations of lengths to try.
-
-    Each combination contains one length for every hole.
-    """
+    """Return all combinations of lengths to try, with one length for every hole."""
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]

@@ -278,10 +278,7 @@ class Job:
         )
 
     def _step(self, step: Any) -> None:
-        """Put the event of a native step into the job's queue.
-
-        The scheduler's thread calls this method.
-        """
+        """Put the event of a native step into the job's queue. The scheduler's thread calls it."""
         if self._events is not None:
             event = self._request.event(step, self._text)
             self._text = event.text

@@ -186,10 +186,7 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Read ``size`` bytes from an unbuffered pipe.
-
-    If the pipe ends early, the result is shorter.
-    """
+    """Read ``size`` bytes from an unbuffered pipe, or fewer if the pipe ends early."""
     found = bytearray()
     while len(found) < size and (more := pipe.read(size - len(found))):
         found += more

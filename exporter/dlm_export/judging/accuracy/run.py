@@ -193,10 +193,7 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Load the samples for a comparison, and start the stage "judge" of ``progress``.
-
-    Calls ``warn`` if the data is not ideal, for example if there are few samples.
-    """
+    """Load the samples, warn about their shortcomings, and start the stage "judge"."""
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     effort = options.effort
     for doubt in [*data.doubts(option="--data"), *effort.shortage(data.judging, option="--data")]:
@@ -235,10 +232,7 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """Return the loss of each layer, if the bundle's build measured the layers' losses.
-
-    The result contains the fields ``layers`` and ``layers_method`` of a ``Judgement``.
-    """
+    """Return the fields ``layers`` and ``layers_method`` that the bundle's build measured."""
     judgement = recorded(folder).get("judgement")
     layers: Any = []
     method: Any = None

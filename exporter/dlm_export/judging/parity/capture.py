@@ -250,10 +250,7 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class for ``architecture`` in auto_map, and the Python files that the class needs.
-
-    auto_map is an entry of config.json. Returns ``None`` if auto_map names no class.
-    """
+    """Find the class in config.json's auto_map, if there is one, and the files it needs."""
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
         return None
@@ -276,10 +273,7 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of ``module``, and all files in ``folder`` that this file imports.
-
-    Also returns the files that the imported files import.
-    """
+    """Return the file of ``module``, and all files in ``folder`` that it imports, recursively."""
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name

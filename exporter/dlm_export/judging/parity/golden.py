@@ -218,10 +218,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Read the provenance from JSON.
-
-    Raises ValueError if the provenance is invalid, and GoldenError if its version is unknown.
-    """
+    """Read the provenance. Raises ValueError, or GoldenError if its version is unknown."""
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")
     values = json.loads(text.decode())
@@ -262,10 +259,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Split the arrays of a golden file into canvases and their logits.
-
-    Raises ValueError if lengths, token IDs, rows or logits are invalid.
-    """
+    """Split a golden file's arrays into canvases and logits. Raises ValueError."""
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
     )

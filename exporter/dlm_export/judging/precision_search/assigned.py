@@ -21,10 +21,7 @@ from dlm_export.quantising.quantisation import Quantisation
 
 
 class _RoundedHead(Head):
-    """A head with a quantised matrix.
-
-    The head first rounds its input to the number format of its layer.
-    """
+    """A quantised head, which first rounds its input to the number format of its layer."""
 
     def __init__(self, head: Head, done: Quantisation) -> None:
         # A tied head has already read the rounded embedding table.

@@ -132,10 +132,7 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 
 
 def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
-    """Return the size of a layer in bytes.
-
-    ``table_bytes`` is the number of bytes per element of an unquantised embedding table.
-    """
+    """Return the size of a layer. An unquantised table has elements of ``table_bytes`` bytes."""
     if layer.is_tied and format == HIGH:
         return table_bytes * layer.inputs * layer.outputs
     return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)

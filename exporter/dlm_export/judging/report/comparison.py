@@ -161,10 +161,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check that the bundle's accuracy.json contains every value that the page needs.
-
-    Raises KeyError, TypeError, ValueError or AttributeError if a value is missing or wrong.
-    """
+    """Check the values that the page needs. Any error says that one is missing or wrong."""
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
     figures_of = {

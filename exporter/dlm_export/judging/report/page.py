@@ -103,10 +103,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the values that the template needs.
-
-    If there are no results for a section of the page, the section's value is ``None``.
-    """
+    """Return the template's values. A section without results has the value ``None``."""
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
@@ -211,10 +208,7 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> object:
-    """Return the text that the page shows for ``value``.
-
-    ``None`` becomes a dash. Unsafe characters in text are replaced.
-    """
+    """Return a value's text. ``None`` becomes a dash, and unsafe characters are replaced."""
     if value is None:
         return numbers.MISSING
     # Do not change a Markup object, because it contains HTML. Markup is a subclass of str.
