@@ -153,7 +153,7 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
 
 
 class Operators:
-    """Inserts operators into a graph before a mixture of experts, with the mixture's module path."""
+    """Inserts operators into a graph before a node, with the module path of this node."""
 
     def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
         self.graph, self.before = graph, before
@@ -229,14 +229,11 @@ def call_moe_layer(model: ir.Model, network: NetworkSpec) -> None:
         x, chosen, weights, *stacks = node.inputs
         assert x is not None
         assert x.dtype is not None
-        made: dict[str, Any] = {"metadata_props": {LAYER_KEY: node.metadata_props[LAYER_KEY]}}
-        indices = ir.node("Cast", [chosen], {"to": ir.DataType.INT32}, **made)
-        scores = ir.node("Cast", [weights], {"to": x.dtype}, **made)
-        inputs = [x, indices.outputs[0], scores.outputs[0], *stacks]
-        moe = ir.node(MOE_LAYER, inputs, {"activation_type": _SILU}, domain=TRT_DOMAIN, **made)
-        for new in (indices, scores, moe):
-            model.graph.insert_before(node, new)
-        replace(model.graph, node, moe.outputs[0])
+        op = functools.partial(Operators(model.graph, node).add, gives=x.dtype)
+        indices = op("Cast", chosen, to=ir.DataType.INT32, gives=ir.DataType.INT32)
+        inputs = (x, indices, op("Cast", weights, to=x.dtype), *stacks)
+        moe = op(MOE_LAYER, *inputs, domain=TRT_DOMAIN, activation_type=_SILU)
+        replace(model.graph, node, moe)
         model.graph.opset_imports[TRT_DOMAIN] = 1
     model.graph.opset_imports.pop(DOMAIN, None)  # no node calls the traced mixture any more
 

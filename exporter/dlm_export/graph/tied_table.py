@@ -9,14 +9,15 @@ TensorRT are not changed.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import numpy as np
 import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.edits import take_place
+from dlm_export.graph.edits import replace
+from dlm_export.graph.experts import Operators
 from dlm_export.graph.operators import TIED_HEADS
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import EMBEDDING, HEAD
@@ -36,7 +37,15 @@ def hold_once(graph: Graph, dtype: ir.DataType) -> None:
         return
     product = _product_of(graph)
     if product is not None:
-        _call_tied_head(graph, product, table, TIED_HEADS[dtype])
+        name, wide = TIED_HEADS[dtype], ir.DataType.FLOAT
+        operators.declare(graph.model, name)
+        ops, x = Operators(graph.model.graph, product), product.inputs[0]
+        is_wide = graph.element_type == wide  # the tied head computes in fp32
+        x = x if is_wide else ops.add("Cast", x, to=wide, gives=wide)
+        y = ops.add(name, x, table, gives=wide, domain=DOMAIN)
+        if not is_wide:
+            y = ops.add("Cast", y, to=graph.element_type, gives=graph.element_type)
+        _replace(graph, product, y)
     if table.dtype != dtype:
         _widen_rows(graph, table, dtype)
 
@@ -53,20 +62,16 @@ def multiply_transposed(graph: Graph) -> None:
     table, x = graph.model.graph.initializers[EMBEDDING], product.inputs[0]
     assert table.shape is not None
     rows, inputs = (int(size) for size in table.shape)  # type: ignore[arg-type]
-    nodes: list[ir.Node] = []
-
-    def add(op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        metadata = dict(product.metadata_props)
-        nodes.append(ir.node(op_type, list(inputs), attributes, metadata_props=metadata))
-        return nodes[-1].outputs[0]
+    ops = Operators(graph.model.graph, product)
+    add = functools.partial(ops.add, gives=graph.element_type)
+    size = functools.partial(ops.add, gives=ir.DataType.INT64)
 
     def ints(*values: int) -> ir.Value:
-        return add("Constant", value=ir.tensor(np.array(values, np.int64)))
+        return size("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     y = add("Gemm", add("Reshape", x, ints(-1, inputs)), table, transB=1)
-    shape = add("Concat", add("Shape", x, start=0, end=2), ints(rows), axis=0)
-    add("Reshape", y, shape)
-    _replace(graph, product, nodes)
+    shape = size("Concat", size("Shape", x, start=0, end=2), ints(rows), axis=0)
+    _replace(graph, product, add("Reshape", y, shape))
 
 
 def _product_of(graph: Graph) -> ir.Node | None:
@@ -80,41 +85,12 @@ def _product_of(graph: Graph) -> ir.Node | None:
     return None
 
 
-def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
-    """Replace the MatMul with a call of a tied-head function.
-
-    The tied head computes in fp32. In a graph of another type, the input of the head is therefore
-    cast to fp32, and the result is cast back to the graph's type.
-    """
-    operators.declare(graph.model, name)
-    metadata = dict(product.metadata_props)
-    nodes, x = [], product.inputs[0]
-    assert x is not None
-    is_wide = graph.element_type == ir.DataType.FLOAT
-    if not is_wide:
-        nodes.append(_cast(x, ir.DataType.FLOAT, metadata))
-        x = nodes[-1].outputs[0]
-    nodes.append(ir.node(name, [x, table], domain=DOMAIN, metadata_props=metadata))
-    if not is_wide:
-        nodes.append(_cast(nodes[-1].outputs[0], graph.element_type, metadata))
-    _replace(graph, product, nodes)
-
-
-def _cast(value: ir.Value, to: ir.DataType, metadata: dict[str, str]) -> ir.Node:
-    return ir.node("Cast", [value], {"to": to}, metadata_props=metadata)
-
-
-def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
-    """Replace the MatMul and the Transpose of a tied head with ``nodes``.
-
-    The output of the last node replaces the output of the MatMul.
-    """
-    old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]
+def _replace(graph: Graph, product: ir.Node, new: ir.Value) -> None:
+    """Replace the MatMul of a tied head with ``new``, and remove the Transpose of its table."""
+    weight = product.inputs[1]
     assert weight is not None
-    graph.model.graph.insert_before(product, nodes)
-    take_place(new, old)
     transpose = weight.producer()
-    graph.model.graph.remove(product, safe=True)
+    replace(graph.model.graph, product, new)
     assert transpose is not None
     graph.model.graph.remove(transpose, safe=True)
 
@@ -126,7 +102,8 @@ def _widen_rows(graph: Graph, table: ir.Value, dtype: ir.DataType) -> None:
     table.type = ir.TensorType(dtype)
     for node in lookups:
         old = node.outputs[0]
-        cast = _cast(old, graph.element_type, dict(node.metadata_props))
+        cast = ir.node("Cast", [old], {"to": graph.element_type})
+        cast.metadata_props.update(node.metadata_props)
         new = cast.outputs[0]
         new.shape, new.type, old.type = old.shape, wide, ir.TensorType(dtype)
         old.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
-from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import replace
+from dlm_export.graph.experts import Operators
 from dlm_export.graph.operators import DRAFT_UPDATE
 
 
@@ -21,17 +23,10 @@ def select_rows(model: ir.Model) -> None:
     for node in list(graph):
         if node.op_type != DRAFT_UPDATE or node.domain != DOMAIN:
             continue
-        layer = node.metadata_props[LAYER_KEY]
         x, y, is_updated, a, b = node.inputs
-
-        def op(
-            op_type: str, *inputs: ir.Value | None, before: ir.Node = node, layer: str = layer
-        ) -> ir.Value:
-            made = ir.node(op_type, list(inputs), metadata_props={LAYER_KEY: layer})
-            graph.insert_before(before, made)
-            made.outputs[0].type = before.outputs[0].type
-            return made.outputs[0]
-
+        dtype = node.outputs[0].dtype
+        assert dtype is not None
+        op = functools.partial(Operators(graph, node).add, gives=dtype)
         update = op("MatMul", op("MatMul", x, a), b)
         replace(graph, node, op("Where", is_updated, op("Add", y, update), y))
     model.functions.pop((DOMAIN, DRAFT_UPDATE, ""), None)
