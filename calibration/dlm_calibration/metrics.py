@@ -106,18 +106,6 @@ def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     return out
 
 
-def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """For each of R rows, count the tokens that rank before the token in ``tokens`` ``[R]``.
-
-    The more likely token ranks first. If two tokens are equally likely, the token with the lower id
-    ranks first.
-    """
-    value = np.take_along_axis(log_probs, tokens[:, None], 1)
-    is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
-    ranks: np.ndarray = ((log_probs > value) | ((log_probs == value) & is_lower)).sum(-1)
-    return ranks
-
-
 def compare_rows(
     reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int
 ) -> Rows:
@@ -135,12 +123,17 @@ def compare_rows(
         log_p = log_probabilities(reference[first : first + chunk], mask_token_id)
         log_q = log_probabilities(candidate[first : first + chunk], mask_token_id)
         true = truth[first : first + chunk, None]
+        # Count the tokens that rank before the reference's best one. Of two equally likely tokens,
+        # the token with the lower id ranks first.
+        best = log_p.argmax(-1)[:, None]
+        value = np.take_along_axis(log_q, best, 1)
+        is_lower = np.arange(vocab) < best
         parts.append(
             Rows(
                 -np.take_along_axis(log_p, true, 1)[:, 0],
                 -np.take_along_axis(log_q, true, 1)[:, 0],
                 divergence(log_p, log_q),
-                rank_of(log_p.argmax(-1), log_q),
+                ((log_q > value) | ((log_q == value) & is_lower)).sum(-1),
             )
         )
     return Rows.join(parts)

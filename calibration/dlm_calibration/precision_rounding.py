@@ -360,7 +360,10 @@ def quantise_activation(
     flat = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     check_finite(flat)
     if format == "int8" and amax is None:
-        return _quantise_rows(x)
+        # Each row has its own symmetric range, as in ``dlm_export.graph.operators``.
+        rows = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
+        fake: np.ndarray = np.rint(x * (np.float32(127) / rows)) * (rows / np.float32(127))
+        return fake
     scale = activation_scale(format, amax, scale_dtype)
     out = np.empty_like(flat)
     for start, stop in row_blocks(flat.shape[0], flat.shape[1], 1):
@@ -491,18 +494,6 @@ def _quantise_nvfp4(
         global_scale=global_scale,
         group_size=NVFP4_GROUP_SIZE,
     )
-
-
-def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Quantise each vector along the last axis with its own symmetric range, and dequantise the
-    vector.
-
-    ``dlm_export.graph.operators`` contains the ONNX version of this function.
-    """
-    amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
-    codes = np.rint(x * (np.float32(127) / amax))
-    fake: np.ndarray = codes * (amax / np.float32(127))
-    return fake
 
 
 def _checked_group_size(format: str, group_size: int | None) -> int | None:

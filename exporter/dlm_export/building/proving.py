@@ -88,11 +88,21 @@ def prove(
     ``output`` is the final path of the bundle. Error messages show this path. ``taps`` maps each
     layer to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
     """
-    parity = (
-        _check_pass(job, manifest, folder, workplace, stages)
-        if quantised is None
-        else _check_layers(job, quantised, taps, folder, workplace, stages)
-    )
+    if quantised is None:
+        parity = _check_pass(job, manifest, folder, workplace, stages)
+    else:  # compare each layer with the same layer in torch, for equal inputs
+        with stages.stage("check parity", by_layer.units(job.source.network)):
+            parity = by_layer.check_layers(
+                folder,
+                job.source.network,
+                quantised.numbers,
+                job.base,
+                taps,
+                cache_dtype=job.cache_dtype,
+                is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
+                on_done=stages.progress.advance,
+                workplace=workplace,
+            )
     require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
     cache = _judge_cache(job, quantised, folder, workplace, stages) if job.is_cache_judged else None
@@ -135,29 +145,6 @@ def _check_pass(
         return parity
     with stages.stage("check layers", by_layer.units(source.network)) as advance:
         return against_torch.by_layers(parity, folder, manifest, source, advance, workplace)
-
-
-def _check_layers(
-    job: Job,
-    quantised: Quantised,
-    taps: Mapping[str, Tap],
-    folder: Path,
-    workplace: Workplace,
-    stages: Stages,
-) -> Parity:
-    """Compare each layer of a quantised bundle with the same layer in torch, for equal inputs."""
-    with stages.stage("check parity", by_layer.units(job.source.network)):
-        return by_layer.check_layers(
-            folder,
-            job.source.network,
-            quantised.numbers,
-            job.base,
-            taps,
-            cache_dtype=job.cache_dtype,
-            is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
-            on_done=stages.progress.advance,
-            workplace=workplace,
-        )
 
 
 def _judge_cache(

@@ -148,6 +148,11 @@ class Tensors:
             for name, (found, wanted) in present.items()
             if found.shape not in wanted.shapes and found.dtype in wanted.dtypes
         ]
+        undivided = [
+            f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
+            for parameter, algorithm in self.quantised.items()
+            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
+        ]
         problems = [
             f"{len(names)} tensors {kind}: {_some(names)}"
             for kind, names in (
@@ -155,7 +160,7 @@ class Tensors:
                 ("not known", extra),
                 ("of the wrong type", mistyped),
                 ("of the wrong shape", misshaped),
-                ("whose inputs are not a multiple of NVFP4's group size", self._undivided()),
+                ("whose inputs are not a multiple of NVFP4's group size", undivided),
             )
             if names
         ]
@@ -169,14 +174,6 @@ class Tensors:
             hint = f". {WITHOUT}" if of_adapter else ""
             raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}{hint}")
         self._note(cache)
-
-    def _undivided(self) -> list[str]:
-        """The NVFP4 matrices whose number of inputs is not a multiple of the group size."""
-        return [
-            f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
-            for parameter, algorithm in self.quantised.items()
-            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
-        ]
 
     def _note(self, cache: list[str]) -> None:
         said, used = self.checkpoint.quantisation, self._expected()

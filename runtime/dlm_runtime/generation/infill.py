@@ -11,7 +11,7 @@ Some denoisers change the length of a hole while they fill it (``Bundle.resizes`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -142,32 +142,18 @@ def infill(
     if bundle.eos_token_ids or not _CONSTRAINED & options.keys():
         made = bundle.generate_batch(tokens=tokens, **options)
     else:
-        canvases, made = _fitting(bundle, canvases, tokens, options)
+        # Without an end token, a text must fill its hole exactly, so some lengths may not suit.
+        fitting, made = list[Canvas](), list[Generation]()
+        for canvas, each in zip(canvases, tokens, strict=True):
+            try:
+                made.append(bundle.generate(tokens=each, **options))
+                fitting.append(canvas)
+            except RequestError:
+                if not made and canvas is canvases[-1]:
+                    raise
+        canvases = fitting
     found = [read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
-
-
-def _fitting(
-    bundle: Bundle,
-    canvases: Sequence[Canvas],
-    tokens: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
-) -> tuple[list[Canvas], list[Generation]]:
-    """Fill the canvases whose lengths suit the constraint.
-
-    Without an end token, a text must fill its hole exactly. Raises the last RequestError if the
-    constraint suits no length.
-    """
-    fitting, made = list[Canvas](), list[Generation]()
-    for canvas, each in zip(canvases, tokens, strict=True):
-        try:
-            made.append(bundle.generate(tokens=each, **options))
-        except RequestError:
-            if not made and canvas is canvases[-1]:
-                raise
-            continue
-        fitting.append(canvas)
-    return fitting, made
 
 
 def _split(bundle: Bundle, text: str) -> list[str]:

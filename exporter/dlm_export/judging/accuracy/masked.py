@@ -90,19 +90,6 @@ class MaskedCanvas:
         return View(self.canvas, self.positions, self.draft)
 
 
-def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the start and end of the range of positions whose predictions are compared.
-
-    If the sample contains a prompt, the range begins after the prompt, and includes the completion
-    up to its first end token. If the denoiser's ``shift`` is 1, the range begins at position 1 or
-    later, because the denoiser cannot predict position 0.
-    """
-    start = max(sample.prompt_length, shift)
-    if sample.answer is None:
-        return start, len(sample.tokens)
-    return start, start + len(metrics.until_end(sample.tokens[start:].tolist(), eos_token_ids))
-
-
 def all_masked(
     samples: Sequence[Sample], side: Side, *, policy: Policy, seed: int
 ) -> list[MaskedCanvas]:
@@ -148,7 +135,10 @@ def masked_canvases(
         raise JudgeError(
             "the preset decides one token a block, so it makes no draft passes: choose another preset"
         )
-    start, end = scored_span(sample, shift_of(side, is_draft=False), side.eos_token_ids)
+    # With a shift of 1, the denoiser cannot predict position 0.
+    start, end = max(sample.prompt_length, shift_of(side, is_draft=False)), len(sample.tokens)
+    if sample.answer is not None:
+        end = start + len(metrics.until_end(sample.tokens[start:].tolist(), side.eos_token_ids))
     if start >= end:
         raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt. Remove it.")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)

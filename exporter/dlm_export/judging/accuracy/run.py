@@ -112,18 +112,14 @@ def _judge(
         on_done=on_done,
     )
     if candidate_policy is not None:
-        found = replace(found, candidate_loop=_own_loop(candidate, candidate_policy))
+        prompt_tokens, cached_tokens = candidate.reused()
+        loop = {
+            "policy": candidate_policy.as_dict(),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
+        }
+        found = replace(found, candidate_loop=loop)
     return replace(found, effort=effort.name, speed=candidate.speed())
-
-
-def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Describe how the candidate generated texts, and how many prompt tokens were reused."""
-    prompt_tokens, cached_tokens = candidate.reused()
-    return {
-        "policy": policy.as_dict(),
-        "prompt_tokens": prompt_tokens,
-        "cached_tokens": cached_tokens,
-    }
 
 
 def judge_bundle(
@@ -169,7 +165,17 @@ def compare_bundles(
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
-        _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
+        found = network_of(second.manifest).difference(c, but=("max_canvas_length",))
+        if found is not None:
+            raise JudgeError(
+                f"{candidate} is a different denoiser from {reference}: {found}. Compare bundles of one checkpoint."
+            )
+        configs = [each.manifest.get("source", {}).get("config_sha256") for each in (first, second)]
+        if None not in configs and configs[0] != configs[1]:
+            warn(
+                f"{candidate} and {reference} were built from different config.json files (SHA-256 {configs[1]} and "
+                f"{configs[0]}): the differences may come from the checkpoints, not from precision"
+            )
         theirs = BundlePredictor(first, _title(reference, first))
         ours = BundlePredictor(second, _title(candidate, second))
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
@@ -201,30 +207,6 @@ def _samples(
     samples = effort.chosen(data.judging)
     progress.start("judge", judge_units(samples))
     return samples
-
-
-def _check_one_source(
-    reference: Path,
-    first: Mapping[str, Any],
-    candidate: Path,
-    second: Mapping[str, Any],
-    warn: Callable[[str], None],
-) -> None:
-    """Raise JudgeError if the networks of two bundles differ.
-
-    Calls ``warn`` if the bundles were built from different config.json files.
-    """
-    found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
-    if found is not None:
-        raise JudgeError(
-            f"{candidate} is a different denoiser from {reference}: {found}. Compare bundles of one checkpoint."
-        )
-    configs = [manifest.get("source", {}).get("config_sha256") for manifest in (first, second)]
-    if None not in configs and configs[0] != configs[1]:
-        warn(
-            f"{candidate} and {reference} were built from different config.json files (SHA-256 {configs[1]} and {configs[0]}): "
-            "the differences may come from the checkpoints, not from precision"
-        )
 
 
 def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:

@@ -65,27 +65,27 @@ class Entry:
     def as_dict(self) -> dict[str, Any]:
         """Return the bundle's table row as plain Python objects."""
         j = self.judgement
-        free, frontier = (j["free_running"], j["frontier"]) if j else (None, None)
-        right = free["right_answers"] if free else None
-        return {
+        overall, free, frontier = (
+            j[name] if j else None for name in ("overall", "free_running", "frontier")
+        )
+        row = {
             "bundle": str(self.folder),
             "precision": self.precision,
             "is_simulated": self.manifest["loop"]["graph"]["simulated"],
             "bytes": self.bytes,
             "samples": j["data"]["samples"] if j else None,
-            "ce_increase": j["overall"]["ce_increase"] if j else None,
-            "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
-            "top1": j["overall"]["top1"] if j else None,
-            "top1_interval": j["overall"]["top1_interval"] if j else None,
-            "flip_rate": frontier["flip_rate"] if frontier is not None else None,
-            "flip_rate_interval": frontier["flip_rate_interval"] if frontier is not None else None,
-            "exact_match": free["exact_match"] if free else None,
-            "exact_match_interval": free["exact_match_interval"] if free else None,
-            "nfe_ratio": free["nfe_ratio"] if free else None,
-            "nfe_ratio_interval": free["nfe_ratio_interval"] if free else None,
-            "right_answers": right["candidate"] if right else None,
-            "right_answers_interval": right["candidate_interval"] if right else None,
         }
+        for name, part, key in (
+            ("ce_increase", overall, "ce_increase"),
+            ("top1", overall, "top1"),
+            ("flip_rate", frontier, "flip_rate"),
+            ("exact_match", free, "exact_match"),
+            ("nfe_ratio", free, "nfe_ratio"),
+            ("right_answers", free["right_answers"] if free else None, "candidate"),
+        ):
+            row[name] = part[key] if part else None
+            row[f"{name}_interval"] = part[f"{key}_interval"] if part else None
+        return row
 
 
 def right_answers(entries: Sequence[Entry]) -> dict[str, list[int]]:

@@ -112,6 +112,9 @@ def _context(
     )
     threshold = (judgement or {}).get("threshold") or precision.get("threshold")
     buckets = judgement["buckets"] if judgement else []
+    frontier = judgement["frontier"] if judgement else None
+    bins = [] if frontier is None else frontier["buckets"]
+    flip_rates = [row["flips"] / row["committed"] for row in bins if row["committed"]]
     worse, better = ([row for row in buckets if direction(row) == way] for way in (1, -1))
     sensitive = sorted((judgement or {}).get("layers") or [], key=figures.sensitivity, reverse=True)
     drifting = sorted(
@@ -138,7 +141,7 @@ def _context(
         "worst_bucket": max(
             worse, key=lambda row: finite(row["ce_increase"], math.inf), default=None
         ),
-        "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
+        "worst_flip_rate": max(flip_rates, default=0.0),
         "sensitive": sensitive,
         "drifting": drifting,
         "experts": [_reached(row) for row in (calibration or {}).get("experts") or []],
@@ -176,13 +179,6 @@ def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
         + f" and {len(experts) - EXPERTS_NAMED} more" * (len(experts) > EXPERTS_NAMED)
         for name, experts in (("never", row["never"]), ("few", few))
     }
-
-
-def _flip_rates(judgement: Mapping[str, Any] | None) -> list[float]:
-    rows = (
-        judgement["frontier"]["buckets"] if judgement and judgement["frontier"] is not None else []
-    )
-    return [row["flips"] / row["committed"] for row in rows if row["committed"]]
 
 
 def _render(template: str, context: Mapping[str, Any]) -> str:
