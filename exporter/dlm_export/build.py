@@ -195,7 +195,12 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         if request.options.check_parity:
             proof = prove(job, quantised, written.taps, manifest, folder, output, workplace, stages)
             manifest = proof.applied(manifest)
-            _write_proof(proof, folder, manifest, hashed)
+            record = json.dumps(proof.record, indent=1, allow_nan=False)
+            (folder / ACCURACY_FILE).write_text(record + "\n")
+            if proof.judgement is not None:
+                sizes = {name: entry["bytes"] for name, entry in hashed.items()}
+                page, speed = folder / REPORT_FILE, proof.judgement.speed
+                write_report(page, manifest, proof.record, sizes, speed)
             bundle_folder.finish(folder, manifest, hashed)
     return _report(job, output, manifest, quantised, engines, proof, stages)
 
@@ -262,16 +267,6 @@ def _build_engines(
             stages.seconds[f"build engine {target.name}"] = built.seconds
             made.append(built)
     return made
-
-
-def _write_proof(
-    proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
-) -> None:
-    """Write accuracy.json. If the accuracy was measured, also write the page with the report."""
-    (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
-    if proof.judgement is not None:
-        sizes = {name: entry["bytes"] for name, entry in hashed.items()}
-        write_report(folder / REPORT_FILE, manifest, proof.record, sizes, proof.judgement.speed)
 
 
 def _report(

@@ -91,15 +91,6 @@ def device_sm() -> int | None:
     return None if failed else 10 * major.value + minor.value
 
 
-def _processor() -> str:
-    """Return the name that Linux reports for the first processor, or "" if the name is unknown."""
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return ""
-
-
 def this_machine() -> dict[str, Any]:
     """Describe this machine: its processor, memory, GPU, and ONNX Runtime.
 
@@ -108,8 +99,11 @@ def this_machine() -> dict[str, Any]:
     from dlm_runtime.abi.native import onnxruntime_library
     from dlm_runtime.providers import installed_version
 
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": _processor() or platform.processor() or platform.machine(),
+        "processor": next(names, "") or platform.processor() or platform.machine(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

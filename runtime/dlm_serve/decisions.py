@@ -88,7 +88,10 @@ def read(body: DecisionBody, model: Model) -> Deciding:
             questions, **given, **body.dlm.model_dump(), limits=COMPILE_LIMITS
         )
     except DlmError as err:
-        raise of_runtime(err, _field_of(body, str(err))) from err
+        said, names = str(err), body.questions
+        fields = (f"questions.{name}" for name in names if said.startswith(f"questions[{name!r}]"))
+        other = "dlm.answer" if said.startswith("answer") else "questions"
+        raise of_runtime(err, next(fields, other)) from err
 
 
 def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
@@ -166,11 +169,3 @@ def _refuse_images(where: str, value: Any) -> None:
             open_values += each.values()
         elif isinstance(each, list):
             open_values += each
-
-
-def _field_of(body: DecisionBody, said: str) -> str:
-    """Return the name of the body's field that a runtime error message refers to."""
-    for name in body.questions:
-        if said.startswith(f"questions[{name!r}]"):
-            return f"questions.{name}"
-    return "dlm.answer" if said.startswith("answer") else "questions"

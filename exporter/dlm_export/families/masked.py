@@ -7,6 +7,7 @@ and some of their tensor names differ.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -89,10 +90,6 @@ def family(
         first = first_position(checkpoint)
         return _read_network(checkpoint, overrides, name, first, mask_text)
 
-    def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Return the tensors that make up each parameter."""
-        return _origins(layout, network, checkpoint)
-
     encoder = layout.embed.partition(".")[0]
     pooler = f"{encoder}.pooler."
     return Family(
@@ -101,7 +98,7 @@ def family(
         description,
         PRESET,
         read_network,
-        origins,
+        functools.partial(_origins, layout),
         left_out=(pooler, layout.outside["head.bias"], *left_out),
     )
 

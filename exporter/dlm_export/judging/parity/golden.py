@@ -235,8 +235,13 @@ def _provenance(text: bytes) -> Provenance:
         raise ValueError(f"provenance has {sorted(values)}, expected {sorted(names)}")
     for name, kind in names.items():
         value = values[name]
-        is_right = {"str": _is_text, "int": _is_count, "Mapping[str, str]": _is_texts}[str(kind)]
-        if not is_right(value):
+        is_right = {
+            "str": _is_text(value),
+            "int": type(value) is int and 0 <= value < 1 << 63,
+            "Mapping[str, str]": isinstance(value, dict)
+            and all(map(_is_text, (*value, *value.values()))),
+        }
+        if not is_right[str(kind)]:
             raise ValueError(f"provenance: {name} has a wrong type or value")
     if values["kind"] not in KINDS:
         raise ValueError(f"provenance: kind {values['kind']!r} is not one of {', '.join(KINDS)}")
@@ -246,16 +251,6 @@ def _provenance(text: bytes) -> Provenance:
 def _is_text(value: Any) -> bool:
     """Return True if a value is text that can be printed safely in a terminal."""
     return isinstance(value, str) and 0 < len(value) <= TEXT_LIMIT and value.isprintable()
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_text(key) and _is_text(text) for key, text in value.items()
-    )
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
