@@ -25,15 +25,9 @@ _BLOCKS = Policy(
 _D3LLM = Policy(commit="entropy_threshold", score="entropy", entropy_bound=0.5, next_block=0.1)
 
 PRESETS = {
-    # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # Each pass commits all tokens whose score reaches the threshold. It always commits the token
-    # with the highest score. Keys and values of positions outside the block are read from the
-    # cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # The whole generation is one block. Dream's noise schedule says which share of the masked
-    # positions each pass commits. temperature and top_p are from the authors' published commands.
-    # Scores are computed from the distribution from which the tokens are sampled.
+    # temperature and top_p are from the authors' published commands.
     "dream": Policy(
         select="sample",
         commit="timestep",
@@ -43,20 +37,12 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # This is the loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i +
-    # 1.
+    # The loop of Fast-dLLM, for denoisers whose row i predicts position i + 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual", score_of="draw"),
-    # Each pass may commit positions of several blocks. The next block starts when a tenth of the
-    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats. It
-    # always commits the token with the lowest entropy, and at least one token of the first
-    # unfinished block.
     "d3llm": _D3LLM,
-    # Like "d3llm", but the token with the lowest entropy commits only in the first unfinished
-    # block.
+    # In the code for Dream, only the first unfinished block must commit a token.
     "d3llm-dream": _D3LLM.with_fields({"compare": ">"}),
-    # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
-    # positions with the highest entropies stay masked. The released code plans 256 passes by
-    # default. For n requested tokens, the released code generates only n - 1 tokens.
+    # The released code plans 256 passes by default.
     "rnd1": Policy(
         score="entropy",
         schedule="floor",
@@ -65,18 +51,11 @@ PRESETS = {
         reserve="end",
         score_of="draw",
     ),
-    # This preset is for block-causal networks. The block length is the block length of the network,
-    # and the cache is exact. Each pass commits all tokens above the threshold, but at least a
-    # planned number of tokens. The planned number of tokens is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
-    # Like LLaDA2, but each pass also replaces a committed token of its block if another token is
-    # clearly more likely. Extra passes run over a finished block until one changes nothing.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
-    # This preset is for denoisers with delete and split tokens, which delete and insert tokens in a
-    # block. The values are the defaults of SGLang's loop.
+    # The values are the defaults of SGLang's loop.
     "llada2.2": _BLOCKS.with_fields({"remask": "rewrite", "threshold": 0.5, "edit_threshold": 0.0}),
-    # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold",
         compare=">",
@@ -85,31 +64,19 @@ PRESETS = {
         sub_block_length=8,
         score_of="draw",
     ),
-    # Each pass commits all tokens whose score reaches the threshold. The authors' published command
-    # sets no threshold. With this command, each pass commits one token, as with commit="static".
+    # The authors' command sets no threshold. It commits one token per pass, as with "static".
     "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
-    # This preset is for networks with causal attention. The released code has no defaults for the
-    # block length and the threshold. The block length of 16 is the window size of another loop in
-    # the released code.
+    # The released code has no defaults. 16 is the window size of another loop in this code.
     "wedlm": Policy(commit="threshold", cache="block", block_length=16),
-    # This preset is for networks with draft passes. A draft pass predicts several tokens, and then
-    # a causal pass checks them. With shift 1, one pass does both. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
-    # This preset generates the same text as "self-speculation", but one token per pass.
+    # Generates the same text as "self-speculation", but one token per pass.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
-    # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
-    # The request ends when an end token and all positions before it are decided.
     "nemotron-diffusion": Policy(
         commit="threshold", cache="block", block_length=0, stop="early-eos"
     ),
-    # This preset is for SDLM. Each pass decides the leftmost tokens of a block, up to the first one
-    # that is not confident, and at least one token. The next block starts after them.
     "sdlm": Policy(
         commit="longest_prefix", compare=">", cache="block", block_length=0, score_of="draw"
     ),
-    # This preset is for D2F. A pass may also commit positions of later blocks, as with "d3llm". A
-    # block commits at least one token per pass once 95% of the block before it is decided. The cache
-    # is exact, because attention is block-causal.
     "d2f": Policy(
         commit="threshold",
         compare=">",
@@ -119,10 +86,6 @@ PRESETS = {
         force_next=0.95,
         score_of="draw",
     ),
-    # This preset is for denoisers without a mask token. A block starts from random tokens. Each
-    # pass accepts the positions with the lowest entropies and draws new random tokens for the
-    # others. The temperature falls from 0.8 to 0.4. A block ends after 48 passes, or when its
-    # tokens are stable and certain.
     "diffusion-gemma": Policy(
         select="sample",
         commit="entropy_bound",
@@ -136,8 +99,7 @@ PRESETS = {
         temperature_drop=0.4,
         stable_entropy=0.005,
     ),
-    # This preset is for denoisers that change the length of canvases. Each pass commits the token
-    # with the lowest entropy. temperature and top_p are from the authors' published commands.
+    # temperature and top_p are from the authors' published commands.
     "dreamon": Policy(
         select="sample",
         score="entropy",

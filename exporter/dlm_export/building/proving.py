@@ -204,7 +204,9 @@ def _judge(
             ) as advance:
                 levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
-    states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
+    states = calibration.states or list(
+        samples.calibration_states(source, fitted, options.calibration, None)
+    )
     if not exact:
         states = states[: STATES_A_SAMPLE * len(fitting)]
     states = conditioned(job, states, workplace, stages)

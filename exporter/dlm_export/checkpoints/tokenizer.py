@@ -341,14 +341,8 @@ def _chat_template(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | N
             )
     if isinstance(found, dict) and "tool_use" in found:
         missing = "{{ raise_exception('the checkpoint has a chat template for tools only') }}"
-        return _by_tools(found["tool_use"], found.get("default", missing))
+        # The plus signs keep the line breaks and spaces at the start and the end of each template.
+        texts = (found["tool_use"], found.get("default", missing))
+        first, second = (re.sub(r"(\r\n|\r|\n)\Z", "", each) for each in texts)
+        return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
     return templates[0] if templates else None
-
-
-def _by_tools(tool_use: str, default: str) -> str:
-    """Join two templates: one for requests with tools, and one for all others.
-
-    The plus signs keep the line breaks and spaces at the start and the end of each template.
-    """
-    first, second = (re.sub(r"(\r\n|\r|\n)\Z", "", each) for each in (tool_use, default))
-    return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

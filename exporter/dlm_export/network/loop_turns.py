@@ -133,11 +133,14 @@ def _turns(
     scaffold: Callable[[int, int], None],
 ) -> Iterator[Turn]:
     """Yield the turns of ``turns``. Their spans contain no ``prompt``."""
-    if policy.commit == "verify":
-        yield from _verified_turns(canvas, policy, looped)
-        return
-    if policy.commit == "longest_prefix" and looped.draft_block is not None and looped.shift:
-        yield from _prefix_turns(canvas, policy, looped)
+    is_shifted = looped.draft_block is not None and looped.shift
+    if policy.commit == "verify" or (policy.commit == "longest_prefix" and is_shifted):
+        start = int(canvas.undecided.argmax())
+        if canvas.undecided.any():
+            assert start > 0
+            assert canvas.undecided[start:].all()
+            make = _verified_turns if policy.commit == "verify" else _prefix_turns
+            yield from make(canvas, policy, looped, start)
         return
     if policy.next_block < 1:
         yield from _ahead_turns(canvas, policy, looped, steps, scaffold)
@@ -345,7 +348,7 @@ class _AheadSpans:
         return Span(0, self._length, "keep") if is_refreshing else Span(first, self._length, "drop")
 
 
-def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
+def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped, start: int) -> Iterator[Turn]:
     """Yield the turns of the commit rule "verify" (self-speculation).
 
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
@@ -360,12 +363,8 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     ``_drafting_turn`` describes it.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
-    if not undecided.any():
-        return
-    length, start = len(undecided), int(undecided.argmax())
+    length = len(undecided)
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
-    assert start > 0
-    assert undecided[start:].all()
     end = start + 1
     stored = Span(0, start, "append")
     yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))
@@ -416,7 +415,7 @@ def _drafting_turn(tokens: np.ndarray, start: int, drafts: int, block_length: in
     )
 
 
-def _prefix_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
+def _prefix_turns(canvas: Canvas, policy: Policy, looped: Looped, start: int) -> Iterator[Turn]:
     """Yield the turns of SDLM (arXiv:2509.24007), whose draft passes decide the text.
 
     A causal pass stores the prompt, except its last token. All other passes are draft passes. The
@@ -426,12 +425,8 @@ def _prefix_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Tu
     before its first drafted row.
     """
     undecided, wanted = canvas.undecided, canvas.undecided.copy()
-    if not undecided.any():
-        return
-    length, start = len(undecided), int(undecided.argmax())
+    length = len(undecided)
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
-    assert start > 0
-    assert undecided[start:].all()
     stored, passes, end = start - 1, 0, min(start + block_length, length)
     if stored:
         yield Turn(start, end, 0, passes, Span(0, stored, "append"), np.zeros(0, np.int64))

@@ -105,7 +105,7 @@ def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) ->
 def _services(
     each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
 ) -> Iterator[tuple[float | None, str, Service]]:
-    """Yield (tokens per pass, source of times, ``Service``), only once if requests were measured."""
+    """Yield (tokens per pass, source of times, ``Service``), once if requests were measured."""
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)

@@ -314,27 +314,14 @@ def with_conditioning(
 
 
 def calibration_states(
-    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories
+    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories | None
 ) -> Iterator[State]:
     """Return the calibration states of ``data.calibration``.
 
     Trajectory states are canvases from generations of the denoiser. If ``options.source`` asks for
-    trajectory states, ``runs`` generates text for samples (see ``trajectories``).
+    trajectory states, ``runs`` generates text for samples (see ``trajectories``). If ``runs`` is
+    ``None``, masked states replace trajectory states, and the denoiser does not run.
     """
-    return _states(source, data, options, runs if MIXES[options.source][1] else None)
-
-
-def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """Return calibration states of ``data.calibration`` without running the denoiser.
-
-    The result contains masked states instead of trajectory states.
-    """
-    return _states(source, data, options, None)
-
-
-def _states(
-    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories | None
-) -> Iterator[State]:
     c = source.network
     _, policy = threshold_preset(c, source.presets, options.preset)
     return make_states(
@@ -346,7 +333,7 @@ def _states(
         per_sample=options.states_per_sample,
         mix=MIXES[options.source],
         seed=options.seed,
-        trajectories=runs,
+        trajectories=runs if MIXES[options.source][1] else None,
         noise_vocab_size=None if c.has_mask_token else c.vocab_size,
         has_drafts=c.is_verifying or c.has_shifted_drafts,
         drafts_whole_blocks=c.has_causal_drafts or c.has_shifted_drafts,

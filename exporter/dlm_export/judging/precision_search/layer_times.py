@@ -134,7 +134,7 @@ def measure(
 def _time(
     shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
 ) -> dict[str, float]:
-    """Return the median seconds of a product in each format. A tied table has the type ``table``."""
+    """Return the median seconds of a product in each format. ``table`` is a tied table's type."""
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
     for name in formats:

@@ -161,7 +161,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check the values that the page needs. Any error says that one is missing or wrong."""
+    """Raise any error if a value that the page needs is missing or wrong."""
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
     figures_of = {
