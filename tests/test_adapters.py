@@ -170,6 +170,10 @@ REFUSED = {
     "a new setting": (config_with(use_new=True), "'use_new': not a setting of LoRA"),
     "a pattern": (config_with(alpha_pattern={"(a+)+": 3}), "alpha_pattern: only names of modules"),
     "an alpha": (config_with(alpha_pattern={"q_proj": "x"}), "lora_alpha must be a positive"),
+    "rank": (
+        lambda path: add_adapter(path, {Q: 4}, "style", r=8),
+        "r is 8, but the rank of .* is 4",
+    ),
     "no tensors": (lambda path: add_adapter(path, {}, "style"), "the adapter contains no tensors"),
     "half of a pair": (tensors_with(f"{DOWN}.lora_A.weight"), "cannot be merged"),
     "another module": (

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import dlm_runtime
 from dlm_export.build import build
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.checkpoints.folder import CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
@@ -34,7 +35,7 @@ from dlm_export.judging.tuning.block_length import (
     with_block_length,
 )
 from dlm_export.network.loop_random import random_tokens
-from dlm_export.sources import open_source
+from dlm_export.sources import open_source, open_source_of
 from dlm_runtime import PRESETS, Bundle, RequestError
 
 transformers = pytest.importorskip("transformers")
@@ -225,6 +226,18 @@ def test_the_adapter_for_drafts_may_be_outside_the_checkpoint(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="Pass --adapter FOLDER, or put"):
         open_source(folder)
     assert open_source(folder, Overrides(adapter=str(tmp_path / "trained"))).network == network
+
+
+def test_an_sdar_base_needs_its_family_if_the_adapter_is_elsewhere(tmp_path: Path) -> None:
+    folder = checkpoint_of(tmp_path / "base", "SDARForCausalLM")
+    network = open_source(folder).network
+    (folder / "adapter").rename(tmp_path / "trained")
+    elsewhere = str(tmp_path / "trained")
+    assert open_source(folder, Overrides(adapter=elsewhere)).network.adapter == "trained"
+    assert open_source(folder, Overrides(adapter=elsewhere, family="uno")).network == network
+    build(folder, tmp_path / "bundle", overrides=Overrides(adapter=elsewhere, family="uno"))
+    manifest = read_manifest(tmp_path / "bundle")
+    assert open_source_of(tmp_path / "bundle", manifest, folder, elsewhere).network == network
 
 
 def test_effort_stores_the_fastest_block_length(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def open_source_of(
     """
     built = network_of(manifest)
     family, overrides = families.FAMILIES.get(built.family), None
+    is_named = family is not None and (family.is_ambiguous or (adapter and family.draft_adapter))
     if not (path / MANIFEST_FILE).is_file():
         overrides = Overrides(
             built.mask_token_id if built.has_mask_token else None,
@@ -165,7 +166,7 @@ def open_source_of(
             no_adapter=not built.has_draft_updates,
             adapter=adapter or built.adapter,
             accept_unknown=None,
-            family=built.family if family is not None and family.is_ambiguous else None,
+            family=built.family if family is not None and is_named else None,
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)

@@ -158,7 +158,8 @@ def read_updates(checkpoint: Checkpoint, name: str) -> dict[str, Update]:
     if name not in names_of(checkpoint):
         known = ", ".join(names_of(checkpoint)) or "none"
         raise CheckpointError(
-            f"{checkpoint.path}: --adapter {reprlib.repr(name)}: there is no such adapter. Adapters beside the weights: {known}"
+            f"{checkpoint.path}: --adapter {reprlib.repr(name)}: there is no such adapter. Adapters beside the weights: "
+            f"{known}. If the adapter is in another folder, pass the path of this folder."
         )
     config = _open(checkpoint, name, _SUPPORTED)
     keys = ("target_modules", "base_model_name_or_path", "lora_alpha", "use_rslora", *_OF_SOME)
@@ -185,6 +186,10 @@ def read_updates(checkpoint: Checkpoint, name: str) -> dict[str, Update]:
                 f"{config.path}: {tensor} cannot be merged: only pairs of lora_A and lora_B for a matrix of the checkpoint can"
             )
         rank, outputs = checkpoint.tensors[a].shape[0], checkpoint.tensors[b].shape[0]
+        if rank != config.integer("r") and not config.get("rank_pattern"):
+            raise CheckpointError(
+                f"{config.path}: r is {config.integer('r')}, but the rank of {tensor} is {rank}"
+            )
         shapes = (outputs, *checkpoint.tensors[a].shape[1:]), checkpoint.tensors[b].shape[1:]
         if shapes != (checkpoint.tensors[matrix].shape, (rank,)) or matrix in updates:
             raise CheckpointError(f"{config.path}: {tensor} does not fit {matrix}")

@@ -20,7 +20,7 @@ from dlm_export.cli.options import (
     options,
     text,
 )
-from dlm_export.cli.printing import Bars, print_effort, print_json, print_table, warn
+from dlm_export.cli.printing import Bars, default_words, print_effort, print_json, print_table, warn
 from dlm_export.cli.values import opening
 
 
@@ -64,6 +64,7 @@ def effort(
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """
+    from dlm_export.bundle.manifest import read_manifest
     from dlm_export.judging.tuning.block_length import BlockTimes, threads_words
     from dlm_export.judging.tuning.fit_bundle import EffortOptions, fit_bundle
     from dlm_export.quantising.samples import CalibrationOptions
@@ -87,3 +88,4 @@ def effort(
         click.echo(f"default block_length: {found.chosen.block_length}")
     else:
         print_effort(asdict(found))
+        click.echo(default_words(read_manifest(bundle)))

@@ -14,6 +14,7 @@ from dlm_export.checkpoints.hub import HubName, Located
 from dlm_export.checkpoints.local import local
 from dlm_export.cli.options import SOURCE, command, group, json_option, options, source_group
 from dlm_export.cli.printing import (
+    default_words,
     format_bytes,
     one_line,
     print_caches,
@@ -280,7 +281,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         f"{folder}: a bundle of {network['architecture']}, {network['parameters']:,} parameters",
         f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache, {per_token} a token",
         f"presets: {', '.join(loop['presets'])}",
-        _default_words(manifest),
+        default_words(manifest),
         *_verified_words(manifest),
         _reuse_words(manifest),
     ):
@@ -318,17 +319,6 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
             ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"],
             rows,
         )
-
-
-def _default_words(manifest: Mapping[str, Any]) -> str:
-    """Describe the default loop, and why the loop was chosen."""
-    name = manifest["loop"]["default_preset"]
-    record = manifest.get("default_loop")
-    if record is None:
-        return f"default preset: {name}"
-    changes = ", ".join(f"{field} {value}" for field, value in record["changes"].items())
-    loop = f"{name} ({record['preset']} with {changes})" if changes else name
-    return f"default preset: {loop}: {record['reason']}"
 
 
 def _verified_words(manifest: Mapping[str, Any]) -> list[str]:

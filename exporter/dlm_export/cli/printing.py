@@ -239,6 +239,17 @@ def _rich_bars() -> Any:
     return Progress(BarColumn(), Told(), console=Console(stderr=True))
 
 
+def default_words(manifest: Mapping[str, Any]) -> str:
+    """Describe the default loop, and why the loop was chosen."""
+    name = manifest["loop"]["default_preset"]
+    record = manifest.get("default_loop")
+    if record is None:
+        return f"default preset: {name}"
+    changes = ", ".join(f"{field} {value}" for field, value in record["changes"].items())
+    loop = f"{name} ({record['preset']} with {changes})" if changes else name
+    return f"default preset: {loop}: {record['reason']}"
+
+
 def print_effort(effort: Mapping[str, Any]) -> None:
     """Print a bundle's effort levels.
 

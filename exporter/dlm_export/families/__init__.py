@@ -84,7 +84,9 @@ def find(checkpoint: Checkpoint, overrides: Overrides) -> Family:
             f"{checkpoint.path}: --family {reprlib.repr(chosen)} is unknown. Known: {', '.join(FAMILIES)}."
         )
     for family in FAMILIES.values() if chosen is None else (FAMILIES[chosen],):
-        if name in family.architectures and family.claims(checkpoint):
+        # The adapter of a family that the user named may be in another folder.
+        is_completed = chosen and overrides.adapter and family.draft_adapter
+        if name in family.architectures and (is_completed or family.claims(checkpoint)):
             if family.is_ambiguous and chosen is None:
                 raise CheckpointError(
                     f"{checkpoint.config.path}: {name} is also the architecture of autoregressive models, which cannot be "

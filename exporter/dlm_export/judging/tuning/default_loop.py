@@ -77,8 +77,9 @@ def with_record(manifest: Mapping[str, Any], record: dict[str, Any]) -> dict[str
 def _evidence(levels: Levels, point: LevelPoint) -> str:
     kind = "right answers" if levels.quality == "task" else "agreement with one token a pass"
     careful, held = levels.careful, levels.held_out
+    time = f" and {point.ms:.2f} ms" if levels.by == "time" else ""
     found = (
-        f"on {levels.samples} samples, {point.quality:.1%} {kind} in {point.nfe:.2f} passes; "
+        f"on {levels.samples} samples, {point.quality:.1%} {kind} in {point.nfe:.2f} passes{time}; "
         f"one token a pass gets {careful.quality:.1%} in {careful.nfe:.2f}"
     )
     if held is None:
