@@ -1,6 +1,7 @@
 """Compare rules that commit more tokens per pass, on the demos.
 
     python -m benchmarks.accuracy.commit_rules [--demos second,third] [--rules credit,...] [--json FILE]
+    python -m benchmarks.accuracy.commit_rules --time build/several
 
 For each rule, the script chooses the setting with the fewest passes that gives at least as many right
 answers as one token per pass, on a demo's calibration data. If no setting does, it chooses the one
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import dlm_runtime
 from benchmarks.shapes import ROOT, machine
 from benchmarks.tables import table
 from dlm_calibration import metrics
@@ -413,6 +416,36 @@ class Trial:
         }
 
 
+TIMED: dict[str, Setting] = {
+    "threshold": {"threshold": 0.99, "store": "open"},
+    "published": {},
+    "finish": {"threshold": 0.99, "finish_threshold": 0.95, "store": "open"},
+    "several blocks": {"commit": "threshold", "compare": ">", "next_block": 0.7}
+    | {"threshold": 0.995, "finish_threshold": 0.95},
+}
+"""The fitted settings of the second demo. The first one is the base of the ratios."""
+
+
+def print_times(bundle: Path, prompts: int = 100, rounds: int = 8) -> None:
+    """Time the loops of ``TIMED`` in the native runtime, interleaved by prompt."""
+    lines = _lines(ROOT / "examples" / "demo" / DEMOS["second"].held_out)[:prompts]
+    order, found = random.Random(0), []
+    with dlm_runtime.open(bundle, threads=2) as opened:
+        for _ in range(rounds + 1):
+            total = dict.fromkeys(TIMED, 0.0)
+            for line in lines:
+                for name in order.sample([*TIMED], len(TIMED)):
+                    done = opened.generate(prompt=line["prompt"], preset="sdar", **TIMED[name])
+                    total[name] += 1e3 * done.timings["total"] / len(lines)
+            found.append(total)
+    base = next(iter(TIMED))
+    for name in TIMED:
+        ms = [total[name] for total in found[1:]]  # the first round warms up
+        ratios = [total[name] / total[base] for total in found[1:]]
+        told = f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{name}: {np.median(ms):.2f} ms, {told}")
+
+
 def _lines(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -422,7 +455,11 @@ def main() -> None:
     parser.add_argument("--demos", default=",".join(DEMOS))
     parser.add_argument("--rules", default=",".join([*SHIPPED, *OTHERS]))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--time", type=Path, metavar="BUNDLE")
     options = parser.parse_args()
+    if options.time is not None:
+        print_times(options.time)
+        return
     rows: list[dict[str, Any]] = []
     for name in options.demos.split(","):
         trial = Trial(name)
