@@ -7,47 +7,41 @@ For each rule, the script chooses the setting with the fewest passes that gives 
 answers as one token per pass, on a demo's calibration data. If no setting does, it chooses the one
 with the most right answers. It then counts right answers and passes on held-out data, in torch.
 
-The runtime has the rules of ``SHIPPED``. The other rules are defined here only, because they do not
-save at least 5% of the passes beside the runtime's rules. The sources are the papers and the authors'
-code, except for credit, whose code is in dInfer:
-
-- credit: CreditDecoding, arXiv:2510.06133
-- stability: KLASS, arXiv:2511.05664
-- mean gap: Prophet, arXiv:2508.19982
-- branches: LoPA, arXiv:2512.16229
-- revoke: WINO, arXiv:2507.18578
-- self-verification: S2D2, arXiv:2603.25702
+The runtime has the rules of ``SHIPPED``. The other rules are in ``published_rules.py`` only, because
+they do not save at least 5% of the passes beside the runtime's rules.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 import dlm_runtime
+from benchmarks.accuracy.published_rules import (
+    Credit,
+    MeanGap,
+    Result,
+    Stability,
+    branches,
+    revoke,
+    self_verify,
+)
 from benchmarks.shapes import ROOT, machine
 from benchmarks.tables import table
 from dlm_calibration import metrics
 from dlm_export.families.weights import load
-from dlm_export.network import denoiser as network_module
 from dlm_export.network import reference
-from dlm_export.network.commit_rules import score_of, score_of_log_odds
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.loop_scores import log_odds
-from dlm_export.network.loop_turns import Canvas, Turn
-from dlm_export.network.proposers import Proposals, Proposer
+from dlm_export.network.proposers import Proposer
 from dlm_export.sources import Source, open_source
 from dlm_runtime import Policy
 
@@ -55,7 +49,6 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 import sudoku
 
 Setting = dict[str, Any]
-Result = tuple[list[int], int]  # the canvas and the number of passes
 
 
 class Demo(NamedTuple):
@@ -94,236 +87,6 @@ SHIPPED: dict[str, list[Setting]] = {
         for each in (0.99, 0.995)
     ],
 }
-
-
-class Credit(Proposer):
-    """Adds ``alpha`` ln(1 + credit) to logits.
-
-    In each pass, the credit of all tokens decays by ``beta``, and the most likely token of a
-    position gains its probability to the power ``gamma``.
-    """
-
-    def __init__(self, mask: int, policy: Policy, alpha: float, gamma: float, beta: float) -> None:
-        super().__init__(mask, policy)
-        self.alpha, self.gamma, self.beta = alpha, gamma, beta
-        self.credits: dict[int, dict[int, float]] = {}
-
-    def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        found = self.masked(logits)
-        best = found.softmax(-1).max(-1)
-        for row, at in enumerate(turn.positions.tolist()):
-            credit = {k: v * self.beta for k, v in self.credits.get(at, {}).items()}
-            token = int(best.indices[row])
-            credit[token] = credit.get(token, 0.0) + float(best.values[row]) ** self.gamma
-            self.credits[at] = credit
-            for k, v in credit.items():
-                found[row, k] += self.alpha * math.log1p(v)
-        return super().propose(turn, canvas, found)
-
-
-class Stability(Proposer):
-    """Commits a token above the threshold ``low`` if its distribution is stable.
-
-    A distribution is stable if its Kullback-Leibler divergence from that of the pass before was
-    below ``bound`` in the last ``passes`` passes. Other tokens need the policy's threshold.
-    """
-
-    def __init__(self, mask: int, policy: Policy, low: float, bound: float, passes: int) -> None:
-        super().__init__(mask, policy)
-        self.low, self.bound, self.passes = low, bound, passes
-        self.before: dict[int, tuple[np.ndarray, int]] = {}
-
-    def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        made = super().propose(turn, canvas, logits)
-        scores = made.scores.copy()
-        ps = self.masked(logits).double().softmax(-1).numpy()
-        for row, at in enumerate(turn.positions.tolist()):
-            last, count = self.before.get(at, (None, 0))
-            moved = (
-                math.inf
-                if last is None
-                else float((ps[row] * np.log((ps[row] + 1e-12) / (last + 1e-12))).sum())
-            )
-            count = count + 1 if moved < self.bound else 0
-            self.before[at] = ps[row], count
-            if count >= self.passes and scores[row] >= score_of(self.low):
-                scores[row] = max(scores[row], score_of(self.policy.threshold) * 1.001)
-        return Proposals(made.tokens, scores)
-
-
-class MeanGap(Proposer):
-    """Decides a block if the mean difference of the two largest logits is at least ``gap``."""
-
-    def __init__(self, mask: int, policy: Policy, gap: float) -> None:
-        super().__init__(mask, policy)
-        self.gap = gap
-
-    def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        made = super().propose(turn, canvas, logits)
-        two = self.masked(logits).topk(2).values
-        is_sure = len(two) > 0 and float((two[:, 0] - two[:, 1]).mean()) >= self.gap
-        return Proposals(made.tokens, made.scores + 1e6) if is_sure else made
-
-
-def _blocks(denoiser: Denoiser, prompt: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield the new positions of each block."""
-    size = denoiser.network.visible_block
-    start, size = (prompt, 32) if size is None else (prompt - prompt % size, size)
-    for first in range(start, length, size):
-        yield max(first, prompt), min(first + size, length)
-
-
-def _scores(denoiser: Denoiser, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most likely tokens and their scores, ``[..., T]``."""
-    found = logits.clone()
-    found[..., denoiser.network.mask_token_id] = -torch.inf
-    rows = found.reshape(-1, found.shape[-1]).numpy()
-    tokens = rows.argmax(-1)
-    scores = score_of_log_odds(log_odds(rows, tokens))
-    return tokens.reshape(found.shape[:-1]), scores.reshape(found.shape[:-1])
-
-
-def _is_ended(denoiser: Denoiser, tokens: np.ndarray) -> bool:
-    return bool(np.isin(tokens, denoiser.network.eos_token_ids).any())
-
-
-def branches(
-    denoiser: Denoiser, tokens: Sequence[int], new: int, threshold: float, width: int
-) -> Result:
-    """Continue the best of several branches after each pass.
-
-    The first branch commits the tokens that reach the threshold. Each other branch also commits one
-    of the next tokens by confidence. One batched pass computes all branches, and the branch with the
-    highest mean confidence of its open positions is kept.
-    """
-    canvas = np.array([*tokens, *[denoiser.network.mask_token_id] * new])
-    is_causal, passes = denoiser.network.visible_block is not None, 0
-    for first, last in _blocks(denoiser, len(tokens), len(canvas)):
-        end = last if is_causal else len(canvas)
-        tried = [(canvas[:end].copy(), np.ones(last - first, bool))]
-        while True:
-            batch = torch.from_numpy(np.stack([each for each, _ in tried]))
-            logits = denoiser(batch)[:, first:last]
-            passes += 1
-            guesses, scores = _scores(denoiser, logits)
-            means = [
-                float(np.tanh(score[is_open]).mean())
-                for score, (_, is_open) in zip(scores, tried, strict=True)
-            ]
-            best = int(np.argmax(means))
-            (now, is_open), guess, score = tried[best], guesses[best], scores[best]
-            order = [at for at in np.argsort(-score, kind="stable") if is_open[at]]
-            count = max(1, sum(score[at] >= score_of(threshold) for at in order))
-            tried = []
-            for extra in [None, *order[count : count + width - 1]]:
-                chosen = np.array([*order[:count], *([] if extra is None else [extra])])
-                after, left = now.copy(), is_open.copy()
-                after[first + chosen], left[chosen] = guess[chosen], False
-                if extra is None or left.any():
-                    tried.append((after, left))
-            if not tried[0][1].any():
-                break
-        canvas[:end] = tried[0][0]
-        if _is_ended(denoiser, canvas[first:last]):
-            break
-    return canvas.tolist(), passes
-
-
-def revoke(
-    denoiser: Denoiser, tokens: Sequence[int], new: int, threshold: float, back: float
-) -> Result:
-    """Commit at a low threshold, and mask tokens again that the rest of the canvas contradicts.
-
-    Each pass has a second row for each position of the block, which contains a mask token and sees
-    all other positions. If its probability of the committed token is below ``back``, the position
-    is masked again. For full attention.
-    """
-    network, length = denoiser.network, len(tokens) + new
-    canvas, passes = np.array([*tokens, *[network.mask_token_id] * new]), 0
-    for first, last in _blocks(denoiser, len(tokens), length):
-        size = last - first
-        hidden = torch.zeros(length + size, length + size)
-        hidden[:, length:] = torch.finfo(torch.float32).min
-        hidden[length:, length:] = 0
-        hidden[length + torch.arange(size), first + torch.arange(size)] = hidden.min()
-        places = torch.cat((torch.arange(length), torch.arange(first, last)))[None]
-        is_open, accepted = np.ones(size, bool), 30
-        while is_open.any():
-            rows = np.concatenate((canvas, np.full(size, network.mask_token_id)))
-            with mock.patch.object(network_module, "hiding", return_value=hidden[None, None]):
-                features, _ = denoiser.hidden(torch.from_numpy(rows)[None], places)
-            logits = denoiser.project(features[0]).float()
-            passes += 1
-            guess, score = _scores(denoiser, logits[first:last])
-            order = [at for at in np.argsort(-score, kind="stable") if is_open[at]]
-            most = min(max(int(is_open.sum() * 0.7), 5), 20)
-            count = min(most, max(1, sum(score[at] > score_of(threshold) for at in order)))
-            old = np.flatnonzero(~is_open)
-            shares = logits[length + old].softmax(-1)
-            kept = shares[torch.arange(len(old)), canvas[first + old]].numpy()
-            canvas[first + np.array(order[:count])] = guess[order[:count]]
-            is_open[order[:count]] = False
-            if count > 1:
-                again = old[np.argsort(kept)][: int((kept < back).sum())][: accepted - 1]
-                canvas[first + again], is_open[again] = network.mask_token_id, True
-            accepted = count
-        if _is_ended(denoiser, canvas[first:last]):
-            break
-    return canvas.tolist(), passes
-
-
-def self_verify(
-    denoiser: Denoiser, tokens: Sequence[int], new: int, threshold: float, span: int
-) -> Result:
-    """Verify drafts of a block from left to right, with a second pass over the block.
-
-    The first pass drafts the block. If at least ``span`` positions in a row are open from the first
-    open one on, the second pass verifies them. Its rows of the block are causal. A second row for
-    each position contains a mask token, and sees the tokens before the position. Drafts are accepted
-    up to the first one that differs, which gets the token of the second pass. Otherwise, the tokens
-    that reach the threshold commit. For block-causal attention.
-    """
-    network = denoiser.network
-    canvas, passes = np.array([*tokens, *[network.mask_token_id] * new]), 0
-    for first, last in _blocks(denoiser, len(tokens), len(canvas)):
-        size = last - first
-        places = torch.cat((torch.arange(last), torch.arange(first, last)))
-        blocks = places // network.visible_block
-        is_seen = blocks[:, None] >= blocks[None, :]
-        is_seen[:first, first:] = False
-        is_seen[first:, first:] = False
-        is_seen[first:last, first:last] = torch.ones(size, size).tril().bool()
-        is_seen[last:, first:last] = torch.ones(size, size).tril(-1).bool()
-        is_seen[last:, last:] = torch.eye(size).bool()
-        hidden = (~is_seen).float() * torch.finfo(torch.float32).min
-        is_open = np.ones(size, bool)
-        while is_open.any():
-            guess, score = _scores(denoiser, denoiser(torch.from_numpy(canvas[None, :last]))[0])
-            guess, score = guess[first:], score[first:]
-            passes += 1
-            start = int(is_open.argmax())
-            closed = np.flatnonzero(~is_open[start:])
-            run = range(start, start + (int(closed[0]) if len(closed) else size - start))
-            if len(run) < span:
-                reached = is_open & (score >= score_of(threshold))
-                reached[np.argmax(np.where(is_open, score, -np.inf))] = True
-                canvas[first:last][reached] = guess[reached]
-                is_open &= ~reached
-                continue
-            draft = np.where(is_open, guess, canvas[first:last])
-            masks = np.full(size, network.mask_token_id)
-            rows = torch.from_numpy(np.concatenate((canvas[:first], draft, masks)))
-            with mock.patch.object(network_module, "hiding", return_value=hidden[None, None]):
-                features, _ = denoiser.hidden(rows[None], places[None])
-            verified, _ = _scores(denoiser, denoiser.project(features[0, last:]).float())
-            passes += 1
-            for at in run:
-                canvas[first + at], is_open[at] = verified[at], False
-                if verified[at] != guess[at]:
-                    break
-        if _is_ended(denoiser, canvas[first:last]):
-            break
-    return canvas.tolist(), passes
 
 
 Loop = Callable[[Denoiser, Sequence[int], int, Policy, Setting], Result]

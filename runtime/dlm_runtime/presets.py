@@ -1,9 +1,9 @@
 """Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), d3LLM (arXiv:2601.07568), SDLM (arXiv:2509.24007), D2F (arXiv:2508.09192), and the released code of RND1,
-LLaDA2, Fast-dLLM v2, Stable-DiffCoder, Nemotron-Labs-Diffusion, DiffusionGemma and DreamOn. ``docs/reference/policies.md``
-describes each preset.
+(arXiv:2510.06303), d3LLM (arXiv:2601.07568), SDLM (arXiv:2509.24007), D2F (arXiv:2508.09192), and
+the released code of RND1, LLaDA2, Fast-dLLM v2, Stable-DiffCoder, Nemotron-Labs-Diffusion,
+DiffusionGemma and DreamOn. ``docs/reference/policies.md`` describes each preset.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ preset may instead store the finished block in the first pass of the next block 
 ``store=open`` does not change the text. With ``store=open``, there are fewer passes, but some passes
 compute two blocks.
 
-All variants are compared on the same samples. Variants with other rules than a threshold are only
-candidates for the default loop, which must be as good as one token per pass. With many samples, such
-a variant is dropped after a quarter or after half of the samples if it has lost more than ``SLACK``
-answers by then. A fifth of the samples takes no part in the search. The chosen default loop is
-measured on these held-out samples.
+All variants are compared on the same samples. The default loop must be as good as one token per pass.
+So a variant with another rule than a threshold is dropped if it has lost more than ``SLACK`` answers.
+With many samples, this is checked after a quarter and after half of the samples too. A fifth of the
+samples then takes no part in the search. The chosen default loop is measured on these held-out
+samples.
 
 The levels are chosen as follows:
 
@@ -179,8 +179,8 @@ def level_units(policy: Policy, looped: Looped, samples: int) -> int:
     return (len(variants(policy, looped)) + 1) * (samples - held) + 2 * held
 
 
-def _is_level(changes: dict[str, Any]) -> bool:
-    """Return True for the variants that are tried for all levels, and not only for the default."""
+def _is_always_kept(changes: dict[str, Any]) -> bool:
+    """Return True for the variants that run on all samples, because the levels need them."""
     return not {"finish_threshold", "factor", "entropy_bound"} & changes.keys()
 
 
@@ -221,7 +221,7 @@ def fit_levels(
     for seen in (last // 4, last // 2, last) if last < len(samples) else (last,):
         for changes in (careful, *kept[:-1]):
             trials.run(changes, seen)
-        dropped = [each for each in kept if not _is_level(each) and trials.lost(each) > SLACK]
+        dropped = [each for each in kept if not _is_always_kept(each) and trials.lost(each) > SLACK]
         trials.skip((last - seen) * len(dropped))
         kept = [each for each in kept if each not in dropped]
     curve = [trials.point(changes) for changes in kept]
@@ -295,9 +295,7 @@ class _Trials:
 
     def lost(self, changes: dict[str, Any]) -> float:
         """Return how many right answers fewer a variant gives than one token per pass."""
-        best = self._qualities(self._careful)
-        found = self._qualities(changes)
-        return sum(best[: len(found)]) - sum(found)
+        return sum(self._qualities(self._careful)) - sum(self._qualities(changes))
 
     def held_out(self, changes: dict[str, Any], first: int) -> HeldOut:
         """Return the results of a variant on the samples from ``first`` on."""

@@ -1,7 +1,6 @@
 // Passes that decide positions of several blocks (D2F, d3LLM).
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "decode/request.h"
