@@ -37,7 +37,7 @@ PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -
 .PHONY: demo several smollm2 demos test test-native test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
-	$(BIN)/python examples/demo/show.py build/demo
+	$(BIN)/dlm-export demo --bundle build/demo
 
 several: $(STAMP) build/several/manifest.json
 
@@ -80,6 +80,8 @@ test-native: $(STAMP)
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
 $(CLIENTS): $(STAMP) tests/requirements.txt
 	$(PIP_INSTALL) -c constraints.txt -r tests/requirements.txt
+	@# instructor asks for an older jiter, and pip would replace openai by an older one that accepts it.
+	$(PIP_INSTALL) --no-deps instructor==1.17.0 docstring-parser==0.18.0
 	@# tritonserver. Without it, tests of Triton are skipped.
 	$(PIP_INSTALL) --no-deps --only-binary=:all: --upgrade --target build/pytriton nvidia-pytriton==0.7.0 || true
 	@touch $@

@@ -1,4 +1,6 @@
-"""Tests of ``/v1/decisions`` with plain requests and with Mercury's unchanged client."""
+"""Tests of ``/v1/decisions`` with plain requests, and with the unchanged clients of OpenAI and
+Mercury.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,24 @@ QUESTIONS: dict[str, Any] = {
     "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now"}},
     "size": {"type": "score", "criteria": ["small", {"about": "large"}]},
 }
+
+
+ASKED: list[dict[str, Any]] = [
+    {
+        **{"type": "choice", "name": "room", "instructions": "Which room?"},
+        "choices": [{"value": "kitchen"}, {"value": "hall", "description": "between rooms"}],
+    },
+    {"type": "predicate", "instructions": [{"type": "input_text", "text": "It is urgent."}]},
+    {
+        **{"type": "score", "name": "size", "instructions": "How large?"},
+        "levels": [{"label": "small"}, {"label": "large", "description": "more than 9"}],
+    },
+    {
+        **{"type": "choice", "name": "on", "instructions": "On?"},
+        "choices": [{"value": False}, {"value": True, "description": "lit"}],
+    },
+]
+"""The questions in OpenAI's form."""
 
 
 def decide(served: Served, **fields: Any) -> Any:
@@ -114,6 +134,109 @@ def test_errors_name_the_field(
     assert response.status_code == (404 if code == "model_not_found" else 400)
     error = response.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
+
+
+def test_system_one_has_mercurys_form(served: Served) -> None:
+    body = {"model": served.model, "state": STATE, "questions": QUESTIONS}
+    found = served.client.post("/v1/systemone", json=body)
+    assert found.status_code == 200, found.text
+    assert found.json() == decide(served).json()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        STATE,
+        [{"role": "user", "content": STATE}],
+        [{"role": "user", "content": [{"type": "input_text", "text": STATE}]}],
+    ],
+)
+def test_openais_answers_are_those_of_the_runtime(
+    served: Served, demo_bundle: Path, given: Any
+) -> None:
+    openai = pytest.importorskip("openai", "3.57")
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    made = client.decisions.create(model=served.model, input=given, questions=ASKED)
+    with dlm_runtime.open(demo_bundle) as bundle:
+        wanted = bundle.decide(
+            {
+                "room": Choice({"kitchen": None, "hall": "between rooms"}, "Which room?"),
+                "question_2": YesNo("It is urgent."),
+                "size": Score(["small", "large: more than 9"], "How large?"),
+                "on": YesNo("On?", "lit"),
+            },
+            chat=[{"role": "user", "content": STATE}],
+        )
+    room, urgent, size, lit = made.answers
+    shares = [each.probabilities for each in wanted.answers.values()]
+    assert (room.type, room.name, room.choice) == ("choice", "room", wanted.answers["room"].best)
+    assert {each.value: each.probability for each in room.probabilities} == pytest.approx(
+        shares[0], rel=1e-4
+    )
+    assert (urgent.type, urgent.name) == ("predicate", None)
+    assert urgent.probability == pytest.approx(shares[1]["true"], rel=1e-4)
+    assert size.score == pytest.approx(wanted.answers["size"].score, rel=1e-4)
+    assert [(each.value, each.label) for each in size.probabilities] == [(0, "small"), (1, "large")]
+    assert [each.value for each in lit.probabilities] == [False, True]
+    assert lit.confidence == pytest.approx(max(shares[3].values()), rel=1e-4)
+    assert lit.choice is (shares[3]["true"] > 0.5)
+    assert made.model == served.model
+    assert made.usage.input_tokens == wanted.generations[-1].prompt_tokens
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+
+
+def test_openais_input_may_contain_json(served: Served) -> None:
+    data = {"said": "lights"}
+    part = {"type": "input_json", "data": data}
+    body = {"model": served.model, "questions": ASKED[:1]}
+    as_json = body | {"input": [{"role": "user", "content": [part]}]}
+    found = served.client.post("/v1/decisions", json=as_json)
+    assert found.status_code == 200, found.text
+    as_text = served.client.post("/v1/decisions", json=body | {"input": '{"said": "lights"}'})
+    assert found.json() == as_text.json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": None}, "input", "missing_field"),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"type": "custom_tool_call"}]}, "input[0]", "invalid_value"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "unsupported_value",
+        ),
+        ({"questions": []}, "questions", "invalid_value"),
+        ({"questions": [ASKED[0], ASKED[0]]}, "questions[1].name", None),
+        (
+            {"questions": [{"type": "predicate"}]},
+            "questions[0].instructions",
+            "missing_field",
+        ),
+        (
+            {"questions": [ASKED[0] | {"choices": [{"value": "a"}, {"value": "a"}]}]},
+            "questions[0].choices",
+            "unsupported_value",
+        ),
+        (
+            {"questions": [ASKED[0] | {"choices": [{"value": "a"}, {"value": True}]}]},
+            "questions[0].choices",
+            "unsupported_value",
+        ),
+        ({"questions": [ASKED[0] | {"more": 1}]}, "questions[0].more", "unknown_field"),
+        ({"stream": True}, "stream", "unknown_field"),
+    ],
+)
+def test_errors_name_openais_fields(
+    served: Served, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    body = {"model": served.model, "input": STATE, "questions": ASKED} | fields
+    response = served.client.post("/v1/decisions", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert code in (None, error["code"])
 
 
 def test_the_api_is_described(served: Served) -> None:

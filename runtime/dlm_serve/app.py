@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,13 +29,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
-from dlm_serve import decisions, field_arguments, fields, page_routes
+from dlm_serve import decisions, field_arguments, fields, openai_decisions, page_routes
 from dlm_serve.cancelling import results_of, unless_disconnected
 from dlm_serve.edits import EditBody, Edits, edit
 from dlm_serve.errors import ApiError, of_runtime
 from dlm_serve.field_arguments import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
 from dlm_serve.hosting import Model, Models, describe
 from dlm_serve.metrics import Metrics
+from dlm_serve.openai_decisions import AnyDecisionBody
 from dlm_serve.openapi import DOCS_PAGE, document
 from dlm_serve.replies import Answer, Choices, Head, answer, usage
 from dlm_serve.response_fields import ResponsesBody, response
@@ -135,6 +137,7 @@ class Server:
             "/v1/fim/completions": self._fim,
             "/v1/edit/completions": self._edit,
             "/v1/decisions": self._decisions,
+            "/v1/systemone": self._systemone,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -217,7 +220,7 @@ class Server:
             line |= state["about"]
             print(json.dumps(line), file=sys.stderr, flush=True)
 
-    async def _read(self, kind: type[fields.Body], request: Request) -> Any:
+    async def _read(self, kind: type[BaseModel], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
         Long bodies are checked one at a time, in a separate thread. Several such threads would
@@ -365,10 +368,20 @@ class Server:
     # ---- Decisions ----
 
     async def _decisions(self, request: Request) -> Response:
-        body: decisions.DecisionBody = await self._read(decisions.DecisionBody, request)
+        body = (await self._read(AnyDecisionBody, request)).root
+        return await self._decided(request, body)
+
+    async def _systemone(self, request: Request) -> Response:
+        return await self._decided(request, await self._read(decisions.SystemOneBody, request))
+
+    async def _decided(
+        self, request: Request, body: decisions.SystemOneBody | openai_decisions.DecisionsBody
+    ) -> Response:
+        is_openai = isinstance(body, openai_decisions.DecisionsBody)
+        form: Any = openai_decisions if is_openai else decisions
         with self._models.using(body.model) as model:
             request.state.about |= {"model": model.name}
-            reading = self._tokenising(request).run(decisions.read, body, model)
+            reading = self._tokenising(request).run(form.read, body, model)
             deciding: Deciding = await unless_disconnected(request, reading)
             while deciding.is_open:
                 # This compiles the constraint on the answer.
@@ -382,7 +395,7 @@ class Server:
             found = deciding.decision()
             counts = decisions.counted(found)
             self._count(request, counts)
-            return JSONResponse(decisions.reply(body, model, found, counts))
+            return JSONResponse(form.reply(body, model, found, counts))
 
     # ---- Tokens ----
 

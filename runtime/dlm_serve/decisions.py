@@ -1,9 +1,12 @@
-"""Implements Mercury's path ``/v1/decisions``, which answers questions about a given situation."""
+"""Implements ``/v1/systemone``, which answers questions about a given situation.
+
+The form is that of TypeSafe's API. Mercury uses this form for its path ``/v1/decisions``.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,7 +18,7 @@ from dlm_serve.field_arguments import COMPILE_LIMITS
 from dlm_serve.fields import Body, Items
 from dlm_serve.hosting import Model
 
-MOST_QUESTIONS = 256
+MOST_QUESTIONS = 400
 
 Text = str | dict[str, Any] | list[Any]
 """Text or JSON. The model reads JSON as text."""
@@ -57,7 +60,7 @@ AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(dis
 
 
 class OwnOptions(Body):
-    """Options that Mercury's API does not contain. ``Bundle.decide`` documents them."""
+    """Options that other APIs do not contain. ``Bundle.decide`` documents them."""
 
     passes: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)] = 1
     answer: str | None = None
@@ -65,8 +68,8 @@ class OwnOptions(Body):
     special_tokens: bool = False
 
 
-class DecisionBody(Body):
-    """The body of ``/v1/decisions``."""
+class SystemOneBody(Body):
+    """The body of ``/v1/systemone``, and of ``/v1/decisions`` in Mercury's form."""
 
     model: str | None = None
     state: Text
@@ -74,27 +77,41 @@ class DecisionBody(Body):
     dlm: OwnOptions = Field(default_factory=OwnOptions)
 
 
-def read(body: DecisionBody, model: Model) -> Deciding:
+def read(body: SystemOneBody, model: Model) -> Deciding:
     """Read a body. Raises ApiError."""
     for where, value in _texts(body):
         _refuse_images(where, value)
-    state = _text(body.state)
-    given: dict[str, Any] = {"prompt": state}
-    if model.has_chat:
-        given = {"chat": [{"role": "user", "content": state}]}
     questions = {name: _question(each) for name, each in body.questions.items()}
+    fields = {name: f"questions.{name}" for name in questions}
+    return begin(questions, given_text(_text(body.state), model), body.dlm, model, fields)
+
+
+def given_text(text: str, model: Model) -> dict[str, Any]:
+    """Return a text as a chat, or as the prompt if the model has no chat template."""
+    return {"chat": [{"role": "user", "content": text}]} if model.has_chat else {"prompt": text}
+
+
+def begin(
+    questions: Mapping[str, Question],
+    given: Mapping[str, Any],
+    own: OwnOptions,
+    model: Model,
+    fields: Mapping[str, str],
+) -> Deciding:
+    """Begin a decision about a prompt or a chat.
+
+    ``fields`` maps the name of each question to its field, which errors name. Raises ApiError.
+    """
     try:
-        return model.bundle.deciding(
-            questions, **given, **body.dlm.model_dump(), limits=COMPILE_LIMITS
-        )
+        return model.bundle.deciding(questions, **given, **own.model_dump(), limits=COMPILE_LIMITS)
     except DlmError as err:
-        said, names = str(err), body.questions
-        fields = (f"questions.{name}" for name in names if said.startswith(f"questions[{name!r}]"))
+        said = str(err)
+        found = (fields[name] for name in questions if said.startswith(f"questions[{name!r}]"))
         other = "dlm.answer" if said.startswith("answer") else "questions"
-        raise of_runtime(err, next(fields, other)) from err
+        raise of_runtime(err, next(found, other)) from err
 
 
-def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
+def reply(body: SystemOneBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
     answers: dict[str, Any] = {}
     for name, answer in made.answers.items():
         question = body.questions[name]
@@ -151,7 +168,7 @@ def _text_or_none(value: Text | None) -> str | None:
     return None if value is None else _text(value)
 
 
-def _texts(body: DecisionBody) -> Iterator[tuple[str, Any]]:
+def _texts(body: SystemOneBody) -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each field whose value may be JSON."""
     yield "state", body.state
     for name, question in body.questions.items():

@@ -301,7 +301,7 @@ def commas_for(context: int) -> int:
     return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
 
 
-def read(kind: type[Body], content: bytes, most_commas: int = MOST_COMMAS) -> Any:
+def read(kind: type[BaseModel], content: bytes, most_commas: int = MOST_COMMAS) -> Any:
     """Read a body.
 
     Raises ApiError if a field is wrong, or if the body contains too many values. The error names
@@ -381,15 +381,17 @@ def _path(error: ErrorDetails) -> list[int | str]:
     return [part for at, part in enumerate(place) if not _is_variant(place, at)]
 
 
-VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "OutputItem")
+BODIES = ("DecisionsBody", "SystemOneBody")
+VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "OutputItem", *BODIES)
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
     """Return True if element ``at`` of pydantic's path ``place`` names a type, not a field."""
     part = place[at]
-    # In ``questions``, the path contains a question's name, then the question's type.
-    if place[0] == "questions" and at in (1, 2):
-        return at == 2
+    # In ``questions``, the path contains a question's name or number, then the question's type.
+    field = int(place[0] in BODIES)
+    if place[field : field + 1] == ("questions",) and at - field in (1, 2):
+        return at - field == 2
     return isinstance(part, str) and (
         part in VARIANTS or part.startswith(("list[", "dict[", "literal[", "function-before["))
     )

@@ -6,19 +6,22 @@ import html
 from importlib.metadata import version
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from dlm_serve import decisions, fields
 from dlm_serve.edits import EditBody
+from dlm_serve.openai_decisions import AnyDecisionBody
 from dlm_serve.response_fields import ResponsesBody
 
-POSTS: dict[str, tuple[type[fields.Body], str]] = {
+POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (fields.ChatBody, "Answer the messages of a chat."),
     "/v1/completions": (fields.CompletionBody, "Continue a text, or fill it up to a suffix."),
     "/v1/responses": (ResponsesBody, "Answer a text or a list of items."),
     "/v1/fim/completions": (fields.FimBody, "Fill the text between a prompt and a suffix."),
     "/v1/edit/completions": (EditBody, "Edit a region of a file."),
-    "/v1/decisions": (decisions.DecisionBody, "Answer questions, with probabilities."),
+    "/v1/decisions": (AnyDecisionBody, "Answer questions, with probabilities."),
+    "/v1/systemone": (decisions.SystemOneBody, "Answer questions, with probabilities."),
     "/tokenize": (fields.TokenizeBody, "The token ids of a text or of a chat."),
     "/detokenize": (fields.DetokenizeBody, "The text of token ids."),
 }

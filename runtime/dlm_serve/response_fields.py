@@ -8,6 +8,7 @@ module translates error messages about the chat back, so that they name the fiel
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -103,15 +104,16 @@ def _item(given: Any) -> str | None:
     return ITEMS.get(kind) if isinstance(kind, str) else None
 
 
+item_class = Discriminator(
+    _item,
+    custom_error_type="item_type",
+    custom_error_message=f"an item is an object whose type is one of {', '.join(ITEMS)}",
+)
 Item = Annotated[
     Annotated[MessageItem, Tag("MessageItem")]
     | Annotated[CallItem, Tag("CallItem")]
     | Annotated[OutputItem, Tag("OutputItem")],
-    Discriminator(
-        _item,
-        custom_error_type="item_type",
-        custom_error_message=f"an item is an object whose type is one of {', '.join(ITEMS)}",
-    ),
+    item_class,
 ]
 
 
@@ -192,11 +194,11 @@ def response(body: ResponsesBody, model: Model) -> Ask:
             raise unsupported(name, why)
     if body.top_logprobs and not body.has_logprobs:
         raise unsupported("top_logprobs", f"it needs include: [{LOGPROBS!r}]")
-    messages, places = _messages(body)
+    messages, places = messages_of(body.input, body.instructions)
     try:
         ask = chat(_chat_body(body, messages), model)
     except ApiError as err:
-        raise _translated(err, places) from err
+        raise translated(err, places) from err
     if ask.wanted is not None and ask.wanted.field == "response_format":
         ask.wanted = replace(ask.wanted, field="text.format")
     return ask
@@ -242,20 +244,22 @@ def _format(wanted: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type=wanted.type, json_schema=schema)
 
 
-def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and the path of each message's field in ``body``.
+def messages_of(
+    given: str | Sequence[MessageItem | CallItem | OutputItem], instructions: str | None = None
+) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat, and the path of each message's field in the body.
 
     If a function call follows a message of the assistant, the call is added to this message,
     because the message and the call are parts of one answer.
     """
     found: list[Message] = []
     places: list[str] = []
-    if body.instructions is not None:
-        found.append(Message(role="system", content=body.instructions))
+    if instructions is not None:
+        found.append(Message(role="system", content=instructions))
         places.append("instructions")
-    if isinstance(body.input, str):
-        return [*found, Message(role="user", content=body.input)], [*places, "input"]
-    for at, item in enumerate(body.input):
+    if isinstance(given, str):
+        return [*found, Message(role="user", content=given)], [*places, "input"]
+    for at, item in enumerate(given):
         if isinstance(item, CallItem):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             call = Call(id=item.call_id, function=function)
@@ -272,7 +276,7 @@ def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
     return found, places
 
 
-def _content(given: str | list[ItemPart]) -> str | list[Part]:
+def _content(given: str | Sequence[ItemPart]) -> str | list[Part]:
     """Return the content of a message, in which all texts have the type that chats use."""
     if isinstance(given, str):
         return given
@@ -282,8 +286,8 @@ def _content(given: str | list[ItemPart]) -> str | list[Part]:
     ]
 
 
-def _translated(err: ApiError, places: list[str]) -> ApiError:
-    """Translate an error about a chat, so that the error names a field of ``/v1/responses``."""
+def translated(err: ApiError, places: list[str]) -> ApiError:
+    """Translate an error about a chat, so that the error names a field of the original body."""
 
     def renamed(found: re.Match[str]) -> str:
         if found[1] is not None:
