@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 import re
 import signal
@@ -76,6 +78,17 @@ def read_all(client: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return found
+
+
+def change_template(bundle: Path, template: str) -> None:
+    """Change the chat template of a bundle, but not the one of its compiled text file."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "chat_template.jinja").write_text(template)
+    manifest["files"]["chat_template.jinja"] = {
+        "bytes": len(template),
+        "sha256": hashlib.sha256(template.encode()).hexdigest(),
+    }
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
 @contextmanager

@@ -142,12 +142,14 @@ def test_messages_have_the_form_of_chat_templates() -> None:
     given = {
         "role": "assistant",
         "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "reasoning_content": "c",
         "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": [1]}'}}],
     }
     function = {"name": "f", "arguments": {"x": [1]}}
     assert message(Message(**given), "messages[0]") == {
         "role": "assistant",
         "content": "ab",
+        "reasoning_content": "c",
         "tool_calls": [{"id": "1", "type": "function", "function": function}],
     }
     assert message(Message(role="developer", content="x"), "")["role"] == "system"

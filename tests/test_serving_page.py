@@ -6,7 +6,6 @@ headless browser.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from browser import Browser, browsing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_process import Served, serving
+from serving_process import Served, change_template, serving
 
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -60,12 +59,8 @@ def turns_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) ->
             for name, count in (("instant", 1), ("low", 2), ("medium", 4), ("high", 8))
         },
     }
-    (folder / "chat_template.jinja").write_text(TURNS)
-    manifest["files"]["chat_template.jinja"] = {
-        "bytes": len(TURNS),
-        "sha256": hashlib.sha256(TURNS.encode()).hexdigest(),
-    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    change_template(folder, TURNS)
     return folder
 
 

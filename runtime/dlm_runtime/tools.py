@@ -118,13 +118,15 @@ class Tools:
     """The tools of one request.
 
     ``choice`` is "auto", "required", "none", or the name of a function. If ``is_parallel`` is True,
-    one text may contain several calls.
+    one text may contain several calls. ``otherwise`` is a part of a "tree" for texts that are not
+    calls, which the constraint also allows.
     """
 
     listed: tuple[Mapping[str, Any], ...]
     choice: str
     written: CallFormat
     is_parallel: bool
+    otherwise: Mapping[str, Any] | None = None
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
@@ -173,15 +175,17 @@ class Tools:
     ) -> dict[str, Any]:
         """Return the source of a constraint that allows one call.
 
-        If ``is_parallel`` is true, the constraint allows several calls. The kind of the constraint
-        is "tree". ``split`` is ``Tokenizer.split`` of the tokenizer that will write the text.
+        If ``is_parallel`` is true, the constraint allows several calls. If ``otherwise`` is given,
+        the constraint allows its texts too. The kind of the constraint is "tree". ``split`` is
+        ``Tokenizer.split`` of the tokenizer that will write the text.
         """
         f = self.written
         call = self._call_tree(split, layout)
         parts = [_fixed(f.start, split), call]
         if self.is_parallel:
             parts.append({"repeat": {"sequence": [_fixed(f.between, split), call]}})
-        return {"sequence": [*parts, _fixed(f.end, split)]}
+        calls = {"sequence": [*parts, _fixed(f.end, split)]}
+        return calls if self.otherwise is None else {"either": [calls, self.otherwise]}
 
     def _call_tree(self, split: Callable[[str], Sequence[str]], layout: Layout) -> dict[str, Any]:
         """Return the part of the tree for one call."""

@@ -31,7 +31,7 @@ from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 from dlm_serve import decisions, field_arguments, fields, openai_decisions, page_routes
 from dlm_serve.cancelling import results_of, unless_disconnected
-from dlm_serve.edits import EditBody, Edits, edit
+from dlm_serve.edits import EditBody, edit
 from dlm_serve.errors import ApiError, of_runtime
 from dlm_serve.field_arguments import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
 from dlm_serve.hosting import Model, Models, describe
@@ -288,12 +288,14 @@ class Server:
 
     async def _fim(self, request: Request) -> Response:
         body: fields.FimBody = await self._read(fields.FimBody, request)
-        form = Choices(Head("fim", "text_completion", body.model), False, False)
+        head = Head("fim", "text_completion", body.model)
+        form = Choices(head, is_chat=False, has_both=True)
         return await self._complete(request, body, field_arguments.fim, _choices(body, form))
 
     async def _edit(self, request: Request) -> Response:
         body: EditBody = await self._read(EditBody, request)
-        return await self._complete(request, body, edit, Form(Edits(body).whole))
+        form = Choices(Head("editcmpl", "edit.completion", body.model), is_chat=True)
+        return await self._complete(request, body, edit, _choices(body, form))
 
     async def _complete(
         self, request: Request, body: Any, read: Callable[[Any, Model], Ask], form: Form

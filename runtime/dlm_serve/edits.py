@@ -10,17 +10,15 @@ the region. It can attend to the old region, and to the text before and after th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dlm_runtime import RequestError
-from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.errors import ApiError, of_runtime, unsupported
 from dlm_serve.field_arguments import Ask, hole, message, tokenizer_of
 from dlm_serve.fields import ChatSampling, Items, Message
 from dlm_serve.hosting import Model
-from dlm_serve.replies import Answer, Head, usage
 
 CURSOR = "<|cursor|>"
 FENCE = "```"
@@ -29,30 +27,34 @@ SPARE_TOKENS = 16
 """The canvas has room for a new region that is longer than the old region by at least this number
 of tokens.
 """
-WHERE = "messages[0].content"
 
 
-class UserMessage(Message):
-    role: Literal["user"]
+class EditMessage(Message):
+    role: Literal["system", "developer", "user"]
 
 
 class EditBody(ChatSampling):
-    """The body of ``/v1/edit/completions``."""
+    """The body of ``/v1/edit/completions``. A system message may precede the user's message."""
 
-    messages: Annotated[Items[UserMessage], Field(min_length=1, max_length=1)]
-    stream: Literal[False] | None = None
+    messages: Annotated[Items[EditMessage], Field(min_length=1, max_length=2)]
 
 
 def edit(body: EditBody, model: Model) -> Ask:
     """Read a request for an edit. Raises ApiError."""
-    content = message(body.messages[0], "messages[0]").get("content", "")
-    before, region, after = _read(content)
+    *others, last = body.messages
+    if last.role != "user" or any(each.role == "user" for each in others):
+        raise unsupported("messages", "give one message of the user, after the system message")
+    system = [message(each, "messages[0]").get("content", "") for each in others]
+    before, region, after = _read(message(last, "messages").get("content", ""))
     try:
         length = len(tokenizer_of(model).encode_plain(region))
     except RequestError as err:
-        raise of_runtime(err, WHERE) from err
+        raise of_runtime(err, "messages") from err
     length += length // 2 + SPARE_TOKENS
-    return hole(body, model, before, after, min(length, body.length or length))
+    before = "\n\n".join([*system, before])
+    ask = hole(body, model, before, after, min(length, body.length or length))
+    ask.fence = FENCE
+    return ask
 
 
 def _read(content: str) -> tuple[str, str, str]:
@@ -80,22 +82,4 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
 
 
 def _wrong(said: str) -> ApiError:
-    return ApiError(400, f"{WHERE}: {said}", WHERE, "invalid_value")
-
-
-class Edits:
-    """Creates responses, whose messages contain the new region between two ``FENCE`` lines."""
-
-    def __init__(self, body: EditBody) -> None:
-        self._head = Head("editcmpl", "edit.completion", body.model)
-
-    def whole(self, ask: Ask, _: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": f"{FENCE}\n{each.text}\n{FENCE}"},
-                "finish_reason": each.finish,
-            }
-            for index, each in enumerate(answers)
-        ]
-        return self._head.around(choices=choices, usage=usage(answers, ask))
+    return ApiError(400, f"messages: {said}", "messages", "invalid_value")

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlm_runtime import Job, Policy, RequestError
@@ -62,6 +62,7 @@ class Ask:
         hole: The texts before and after the hole that is filled, and the canvas that contains the
             hole. If None, the generated text follows the prompt.
         stops: The stop strings, each of which ends the hole's text.
+        fence: The line before and after the hole's text in an answer, if it is not empty.
     """
 
     given: list[list[int]]
@@ -71,6 +72,7 @@ class Ask:
     tools: Tools | None = None
     hole: tuple[tuple[str, str], Canvas] | None = None
     stops: list[str] = field(default_factory=list)
+    fence: str = ""
 
     def find_constraint(self, model: Model) -> bool:
         """Use the constraint if it is stored. Return True if nothing must be compiled.
@@ -120,9 +122,10 @@ def chat(body: ChatBody, model: Model) -> Ask:
     own, wanted, field = _own_constraint(body), _format(body), "response_format"
     if tools is not None:
         options["tools"] = tools
-        if tools.is_forced and wanted:
-            raise unsupported(field, "a forced tool call has the format of the call")
-        wanted, field = {"tools": tools} if tools.is_forced else {}, "tools"
+        if tools.is_forced:  # a response format is only for answers without calls
+            wanted, field = {"tools": tools}, "tools"
+        elif wanted and tools.choice == "auto":
+            wanted = {"tools": replace(tools, otherwise=wanted)}
     if own and wanted:
         raise unsupported(field, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
     tokens = chat_tokens(messages, model, body.dlm.special_tokens, tools, template_options(body))
@@ -268,7 +271,7 @@ def message(given: Message, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where}.content: the message has no text", f"{where}.content")
     if content is not None:
         found["content"] = content
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(given, name)) is not None:
             found[name] = value
     return found

@@ -129,6 +129,7 @@ class Message(Cached):
     name: str | None = None
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # a field of DeepSeek's API, which chat templates read
     refusal: str | None = None
     # OpenAI's clients send these fields back with an earlier answer. They have no effect.
     parsed: Any = None
@@ -245,6 +246,7 @@ class ChatBody(ChatSampling):
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # a field of vLLM's API
     # The following hints have no effect. This server generates no reasoning text.
+    nextEdit: bool | None = None
     verbosity: Verbosity | None = None
     reasoning_summary: bool | None = None
     reasoning_summary_wait: bool | None = None

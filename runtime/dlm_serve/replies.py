@@ -73,7 +73,8 @@ class Answer:
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
     """Convert a result into an answer.
 
-    If the result fills a hole, the text ends before the first stop string.
+    If the result fills a hole, the text ends before the first stop string, and ``ask.fence``
+    encloses it.
     """
     if ask.hole is None:
         calls = made.tool_calls
@@ -89,6 +90,8 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
     cuts = [at for stop in ask.stops if (at := text.find(stop)) >= 0]
     if cuts:
         text = text[: min(cuts)]
+    if ask.fence:
+        text = f"{ask.fence}\n{text}\n{ask.fence}"
     return Answer(text, "stop" if ends or cuts else "length", [], made, positions)
 
 
@@ -136,11 +139,14 @@ class Choices:
         head: The fields at the start of the body.
         is_chat: If True, each answer is a message. If False, each answer is a text.
         has_logprobs: If True, each answer contains the log probabilities of its tokens.
+        has_both: If True, each answer is a text, and the same text as a message. Mercury's clients
+            read the text of a gap, and Codestral's clients read the message.
     """
 
     head: Head
     is_chat: bool
-    has_logprobs: bool
+    has_logprobs: bool = False
+    has_both: bool = False
 
     def whole(self, ask: Ask, model: Model, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(index, model, each) for index, each in enumerate(answers)]
@@ -149,11 +155,17 @@ class Choices:
     def _choice(self, index: int, model: Model, found: Answer) -> dict[str, Any]:
         beside = {"logprobs": self.logprobs(model, found), "finish_reason": found.finish}
         if not self.is_chat:
-            return {"index": index, "text": found.text, **beside}
+            return {"index": index, **self.text("message", found.text), **beside}
         message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
         if found.calls:
             message |= {"content": None, "tool_calls": tool_calls(found.calls)}
         return {"index": index, "message": message, **beside}
+
+    def text(self, name: str, text: str) -> dict[str, Any]:
+        """Return the fields with a text. ``name`` is the field for a message."""
+        return {"text": text} | (
+            {name: {"role": "assistant", "content": text}} if self.has_both else {}
+        )
 
     def logprobs(self, model: Model, found: Answer) -> dict[str, Any] | None:
         """Return the log probabilities of an answer's tokens, or None if they were not requested."""

@@ -276,15 +276,15 @@ class ChoicesWriter(Writer):
         if self._form.is_chat:
             yield self._delta(index, {"content": text}, **beside)
         else:
-            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-            yield self._chunk([choice], **beside)
+            choice = {"index": index, **self._form.text("delta", text)}
+            yield self._chunk([choice | {"logprobs": None, "finish_reason": None}], **beside)
 
     def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
         for call in tool_calls(calls):
             yield self._delta(index, {"tool_calls": [call]})
 
     def _end(self, index: int, end: Answer) -> Iterator[bytes]:
-        text: dict[str, Any] = {"delta": {}} if self._form.is_chat else {"text": ""}
+        text = {"delta": {}} if self._form.is_chat else self._form.text("delta", "")
         beside = {"logprobs": self._form.logprobs(self._model, end), "finish_reason": end.finish}
         yield self._chunk([{"index": index, **text, **beside}])
 

@@ -314,7 +314,8 @@ def _content(kind: str, value: Any) -> str:
             raise RequestError(
                 f"tools = {shown(value)}: give a list of functions, or the result of Bundle.tools"
             )
-        value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
+        about = asdict(value.written), value.is_parallel, value.otherwise
+        value = [value.listed, value.choice, *about]
     elif kind == "schema":
         if isinstance(value, str):
             return value  # the native compiler parses the text
