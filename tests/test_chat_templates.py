@@ -15,6 +15,8 @@ import pytest
 import tokenizer_files
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner
+from slow_cases import slow_except
+from template_shapes import SHAPES
 
 from dlm_export.building.writing import write_text
 from dlm_export.checkpoints.tokenizer import EMPTY, TEMPLATE_FILES
@@ -25,6 +27,7 @@ from dlm_export.text.layout import TextTables, as_bytes
 from dlm_export.text.native import CompiledText
 from dlm_export.text.refusal import NotCompiled
 from dlm_runtime.errors import RequestError
+from dlm_runtime.text import _chat_template_worker
 from dlm_runtime.text.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "image_token": "<img>"}
@@ -36,7 +39,23 @@ TOOLS = [
             "description": "The weather, e.g. <é> & 'now'.",
             "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
         },
-    }
+    },
+    {"type": "function", "function": {"name": "stop", "description": "Ends <all>."}},
+    {
+        "type": "function",
+        "function": {
+            "name": "plan",
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "days": {"type": "array", "items": {"enum": ["mon", "Ünd", 3]}},
+                    "by": {"type": "object", "properties": {"car": {"type": "boolean"}}},
+                },
+                "required": ["days"],
+            },
+        },
+    },
 ]
 USER = {"role": "user", "content": " How is it in Ulm? "}
 SYSTEM = {"role": "system", "content": "Be brief.\n"}
@@ -46,6 +65,17 @@ CALL = {
     "content": None,
     "tool_calls": [
         {"type": "function", "function": {"name": "weather", "arguments": {"place": "Ülm"}}}
+    ],
+}
+CALLS = CALL | {
+    "content": "Both:",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "stop", "arguments": {}}},
+        {
+            "id": "2",
+            "type": "function",
+            "function": {"name": "plan", "arguments": {"days": ["mon"], "by": None, "x": 1.5}},
+        },
     ],
 }
 RESULT = {"role": "tool", "name": "weather", "content": '{"sun": true}'}
@@ -63,6 +93,10 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     ],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
     "wrong order": [USER, USER, ANSWER],
+    "two calls": [SYSTEM, USER, CALLS, RESULT, RESULT | {"content": "é"}, ANSWER, USER],
+    "empty texts": [SYSTEM | {"content": ""}, USER | {"content": ""}, ANSWER | {"content": ""}],
+    "another role": [{"role": "developer", "content": "Be brief."}, USER],
+    "late system message": [USER, SYSTEM, ANSWER, USER | {"content": "/no_think"}],
 }
 # Templates with the features of released families: ChatML with reasoning and calls, dates, pairs,
 # parts, macros, documents, generation blocks, loop controls, namespaces and arguments of tojson.
@@ -83,12 +117,12 @@ def theirs() -> Any:
     )
 
 
-def rendered_by(theirs: Any, template: Any, chat: Any, tools: Any) -> str | None:
+def rendered_by(theirs: Any, template: Any, chat: Any, tools: Any, **options: Any) -> str | None:
     """Return the text that transformers renders, or None if the template raises an error."""
     theirs.chat_template = template
     try:
         text = theirs.apply_chat_template(
-            chat, tools=tools, tokenize=False, add_generation_prompt=True
+            chat, tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
     except Exception:  # any error of a template
         return None
@@ -110,6 +144,70 @@ def test_a_template_is_rendered_as_transformers_renders_it(theirs: Any, name: st
             assert text in (before, rendered_by(theirs, TEMPLATES[name], chat, tools))
             count += text is not None
     assert count >= 9, "the template rejects most conversations"
+
+
+REFUSING = {"appended", "undefined member"}
+"""The shapes that reject every conversation."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_rendered_as_transformers_renders_it(theirs: Any, name: str) -> None:
+    """The program of the separate process runs in this process: to start one takes long."""
+    ours, count = _chat_template_worker.Text(), 0
+    ours.load(EMPTY, SHAPES[name], SPECIAL, [])
+    switches = {"enable_thinking": False, "date_string": "1 May 2025"}
+    for chat, tools, options in itertools.product(
+        CHATS.values(), (None, TOOLS, []), ({}, switches)
+    ):
+        before = rendered_by(theirs, SHAPES[name], chat, tools, **options)
+        try:
+            text = ours.render(chat, tools, options)
+        except Exception:  # any error of a template
+            text = None
+        # The date may change between two renderings.
+        if text != before:
+            assert text == rendered_by(theirs, SHAPES[name], chat, tools, **options)
+        count += text is not None
+    assert count == 0 if name in REFUSING else count >= 18
+
+
+DATED = "changes from run to run"
+ONCE = "does not insert the content of a user message once and unchanged"
+ALWAYS = "rejects every conversation"
+NOT_COMPILED = dict.fromkeys(("Llama 3.1", "Granite", "gpt-oss", "SmolLM3"), DATED) | {
+    "set block": ONCE,
+    "tojson of messages": ONCE,
+    "appended": ALWAYS,
+    "undefined member": ALWAYS,
+    "Solar": "the compiled chat renders",
+    "formats": "rejects all test conversations",
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["Llama 2", "GLM", "Mistral v3", "Solar"], [*SHAPES]))
+def test_a_shape_is_compiled_or_refused_with_a_reason(tables: TextTables, name: str) -> None:
+    """A compiled template renders each conversation of texts like Jinja, or rejects it."""
+    ours = Tokenizer(tokenizer_files.made("residues").encode(), SHAPES[name], SPECIAL)
+    with contextlib.closing(ours):
+        try:
+            chat = compiled._chat(SHAPES[name], tables, ours)
+        except NotCompiled as err:
+            refused = str(err)
+        else:
+            refused = ""
+        assert NOT_COMPILED.get(name, "") in refused
+        assert (name in NOT_COMPILED) == bool(refused)
+        if refused:
+            return
+        native = CompiledText(as_bytes(replace(tables, chat=chat)))
+        chats = [
+            said
+            for said in CHATS.values()
+            if all(each.keys() == USER.keys() and isinstance(each["content"], str) for each in said)
+        ]
+        for said, expected in zip(chats, ours.render_each(chats), strict=True):
+            with contextlib.suppress(RequestError):
+                assert native.render(said) == expected
 
 
 SWITCHED = (

@@ -141,7 +141,9 @@ def _find(checkpoint: Checkpoint) -> _Found | None:
         return _Found(path, json.dumps(made, ensure_ascii=False).encode(), made["added_tokens"])
     path = checkpoint.path / "vocab.json"
     if path.exists() and (checkpoint.path / "merges.txt").exists():
-        if checkpoint.config.get("architectures") == ["RobertaForMaskedLM"]:
+        config = checkpoint.optional_json("tokenizer_config.json")
+        adds = config.get("add_bos_token") or config.get("add_eos_token")
+        if adds or checkpoint.config.get("architectures") == ["RobertaForMaskedLM"]:
             raise CheckpointError(
                 f"{checkpoint.path}: has vocab.json and merges.txt, but no tokenizer.json. Write it with transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
