@@ -41,6 +41,7 @@ GROUPS = {
     "cuda": ("test_cuda_target", "test_row_choice"),
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "served": (
+        "test_lm_eval",
         "test_serving_clients",
         "test_serving_decisions",
         "test_serving_edits",

@@ -44,6 +44,30 @@ def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:
     assert max(result["nfe"]) <= 64
 
 
+def test_the_packages_own_bundle_answers_and_is_copied(demo_bundle: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    found = run.invoke(main, ["demo", COMMAND])
+    assert found.exit_code == 0, found.output
+    assert '{"name":"add_reminder"' in found.output
+    copied = tmp_path / "demo"
+    found = run.invoke(main, ["demo", "--copy", str(copied)])
+    assert found.exit_code == 0, found.output
+    again = run.invoke(main, ["demo", "--copy", str(copied)])
+    assert again.exit_code == 2
+    assert "exists" in again.output
+    # The bundle must be made again if the checkpoint or the format changes: see BUNDLE.
+    manifests = [json.loads((path / MANIFEST_FILE).read_text()) for path in (copied, demo_bundle)]
+    for name in ("schema_version", "source", "chat_template", "tokenizer"):
+        assert manifests[0][name] == manifests[1][name]
+    same = (path / "tokenizer.json" for path in (copied, demo_bundle))
+    assert len({path.read_bytes() for path in same}) == 1
+    with dlm_runtime.open(copied, threads=1) as bundle:
+        texts = [bundle.generate(prompt=each["prompt"]).text for each in HELD_OUT[:40]]
+    wanted = [each["completion"] for each in HELD_OUT[:40]]
+    right = sum(text == each for text, each in zip(texts, wanted, strict=True))
+    assert right / 40 >= MATCH_FLOOR - 0.025
+
+
 def test_the_checkpoint_in_torch_answers_as_the_bundle_does(demo: Bundle) -> None:
     from evaluate import TorchBundle, evaluate
 

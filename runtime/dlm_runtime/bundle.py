@@ -81,6 +81,8 @@ class Bundle(Decides, UsesPromptCaches):
         self.mask_token_id = handle.mask_token_id
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
+        self.shift = handle.shift
+        """1 if the row of position i predicts position i + 1, and 0 if it predicts position i."""
         self.visible_block = handle.visible_block
         self.blocks_after_prompt = handle.blocks_after_prompt
         """True if the prompt is one attention block, and the other blocks start at its end (D2F)."""

@@ -24,6 +24,7 @@ from dlm_export.cli import (
     constraining,
     conversing,
     deciding,
+    demonstrating,
     embedding,
     examining,
     fitting,
@@ -51,6 +52,7 @@ SECTIONS = (
     cloup.Section(
         "Run",
         [
+            demonstrating.demo,
             running.run,
             conversing.chat,
             deciding.decide,

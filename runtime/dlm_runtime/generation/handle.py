@@ -62,6 +62,7 @@ class Handle:
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[: info.eos_count])
+        self.shift: int = info.shift
         self.visible_block: int | None = info.visible_block or None
         self.blocks_after_prompt: bool = info.blocks_after_prompt == 1
         self.draft_block: int | None = info.draft_block or None
