@@ -72,6 +72,12 @@ PLACEHOLDERS = {"CHECKPOINT": str(DEMO_CHECKPOINT), "BUNDLE": "build/demo"}
 # Options that are added to a command, because its default compares many texts with PyTorch.
 SHORTENED = {"verify": ["--count", "1", "--new-tokens", "12"]}
 
+# Options of lm-eval that pages name.
+LM_EVAL = {
+    *("--apply_chat_template", "--batch_size", "--gen_kwargs", "--include_path", "--model"),
+    *("--model_args", "--output_path"),
+}
+
 # Commands that are not run: the start of the command, and the reason. The test checks that the
 # files that these commands name exist.
 LEFT_OUT = {
@@ -304,7 +310,7 @@ def tour(readme: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Followe
 def test_the_commands_of_readme_run(tour: list[Followed]) -> None:
     """The build compares the demo's bundle with PyTorch."""
     run = {each.command.split()[1]: each.output for each in tour if each.page == README}
-    assert run.keys() == {"inspect", "build", "verify", "run"}
+    assert run.keys() == {"demo", "inspect", "build", "verify", "run"}
     assert "Parity with our torch denoiser holds" in run["build"]
 
 
@@ -507,6 +513,7 @@ def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
         *(ROOT / "benchmarks").rglob("*.py"),
     ]
     others = {name for path in programs for name in re.findall(r'"(--[\w-]+)"', path.read_text())}
+    others |= LM_EVAL
     for span in _quoted(_prose(page)):
         words = span.split()
         if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":

@@ -46,6 +46,7 @@ ROOMS = (
     {"sources"},
     {"quantising"},
     {"judging"},
+    {"lm_eval"},
     {"planning"},
     {"building"},
     {"build"},
