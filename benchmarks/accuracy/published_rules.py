@@ -87,20 +87,6 @@ class Stability(Proposer):
         return Proposals(made.tokens, scores)
 
 
-class MeanGap(Proposer):
-    """Decides a block if the mean difference of the two largest logits is at least ``gap``."""
-
-    def __init__(self, mask: int, policy: Policy, gap: float) -> None:
-        super().__init__(mask, policy)
-        self.gap = gap
-
-    def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        made = super().propose(turn, canvas, logits)
-        two = self.masked(logits).topk(2).values
-        is_sure = len(two) > 0 and float((two[:, 0] - two[:, 1]).mean()) >= self.gap
-        return Proposals(made.tokens, made.scores + 1e6) if is_sure else made
-
-
 def _blocks(denoiser: Denoiser, prompt: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the new positions of each block."""
     size = denoiser.network.visible_block
@@ -123,46 +109,88 @@ def _is_ended(denoiser: Denoiser, tokens: np.ndarray) -> bool:
     return bool(np.isin(tokens, denoiser.network.eos_token_ids).any())
 
 
+def _find_open(denoiser: Denoiser, canvas: np.ndarray, prompt: int) -> tuple[int, int, np.ndarray]:
+    """Return the first unfinished block, ``(first, last)``, and its open positions.
+
+    The array is empty if all blocks are finished, or if a finished block contains an end token.
+    """
+    first = last = prompt
+    for first, last in _blocks(denoiser, prompt, len(canvas)):
+        at = first + np.flatnonzero(canvas[first:last] == denoiser.network.mask_token_id)
+        if len(at):
+            return first, last, at
+        if _is_ended(denoiser, canvas[first:last]):
+            break
+    return first, last, np.zeros(0, np.int64)
+
+
+def _rank(score: np.ndarray, threshold: float) -> tuple[np.ndarray, int]:
+    """Return the order of scores, highest first, and how many are above the threshold, at least 1."""
+    return np.argsort(-score, kind="stable"), max(1, int((score > score_of(threshold)).sum()))
+
+
+def mean_gap(
+    denoiser: Denoiser, tokens: Sequence[int], new: int, threshold: float, gap: float
+) -> Result:
+    """Decide a block if the mean difference of the two largest logits is at least ``gap``.
+
+    The mean is over all positions of the block, decided ones too. If it is smaller, the tokens
+    above the threshold commit. The authors' loop commits one token per pass (threshold 1).
+    """
+    canvas, passes = np.array([*tokens, *[denoiser.network.mask_token_id] * new]), 0
+    while True:
+        first, last, at = _find_open(denoiser, canvas, len(tokens))
+        if not len(at):
+            return canvas.tolist(), passes
+        end = len(canvas) if denoiser.network.visible_block is None else last
+        logits = denoiser(torch.from_numpy(canvas[None, :end]))[0]
+        passes += 1
+        guess, score = _scores(denoiser, logits[at])
+        order, count = _rank(score, threshold)
+        logits[:, denoiser.network.mask_token_id] = -torch.inf
+        two = logits[first:last].topk(2).values
+        chosen = order if float((two[:, 0] - two[:, 1]).mean()) >= gap else order[:count]
+        canvas[at[chosen]] = guess[chosen]
+
+
 def branches(
     denoiser: Denoiser, tokens: Sequence[int], new: int, threshold: float, width: int
 ) -> Result:
     """Continue the best of several branches after each pass.
 
-    The first branch commits the tokens that reach the threshold. Each other branch also commits one
-    of the next tokens by confidence. One batched pass computes all branches, and the branch with the
-    highest mean confidence of its open positions is kept.
+    The last branch commits the tokens above the threshold. Each other branch also commits one of
+    the next tokens by entropy. One batched pass computes all branches. The branch with the lowest
+    mean entropy of its open positions is kept. If a branch finishes its block, the positions of its
+    next block count. If it finishes the canvas, it is kept. The authors' runs of Dream use entropy.
+    Their runs of DiffuCoder use the probability of the most likely token.
     """
-    canvas = np.array([*tokens, *[denoiser.network.mask_token_id] * new])
-    is_causal, passes = denoiser.network.visible_block is not None, 0
-    for first, last in _blocks(denoiser, len(tokens), len(canvas)):
-        end = last if is_causal else len(canvas)
-        tried = [(canvas[:end].copy(), np.ones(last - first, bool))]
-        while True:
-            batch = torch.from_numpy(np.stack([each for each, _ in tried]))
-            logits = denoiser(batch)[:, first:last]
-            passes += 1
-            guesses, scores = _scores(denoiser, logits)
-            means = [
-                float(np.tanh(score[is_open]).mean())
-                for score, (_, is_open) in zip(scores, tried, strict=True)
-            ]
-            best = int(np.argmax(means))
-            (now, is_open), guess, score = tried[best], guesses[best], scores[best]
-            order = [at for at in np.argsort(-score, kind="stable") if is_open[at]]
-            count = max(1, sum(score[at] >= score_of(threshold) for at in order))
-            tried = []
-            for extra in [None, *order[count : count + width - 1]]:
-                chosen = np.array([*order[:count], *([] if extra is None else [extra])])
-                after, left = now.copy(), is_open.copy()
-                after[first + chosen], left[chosen] = guess[chosen], False
-                if extra is None or left.any():
-                    tried.append((after, left))
-            if not tried[0][1].any():
-                break
-        canvas[:end] = tried[0][0]
-        if _is_ended(denoiser, canvas[first:last]):
-            break
-    return canvas.tolist(), passes
+    canvas, passes = np.array([*tokens, *[denoiser.network.mask_token_id] * new]), 0
+    tried = [canvas]
+    while True:
+        found = [_find_open(denoiser, each, len(tokens)) for each in tried]
+        if not len(found[-1][2]):
+            return tried[-1].tolist(), passes
+        is_causal = denoiser.network.visible_block is not None
+        end = max(last for _, last, _ in found) if is_causal else len(canvas)
+        logits = denoiser(torch.from_numpy(np.stack(tried)[:, :end]))
+        logits[..., denoiser.network.mask_token_id] = -torch.inf
+        passes += 1
+        rows = [row[at] for row, (_, _, at) in zip(logits, found, strict=True)]
+        entropies = [torch.special.entr(each.softmax(-1)).sum(-1).numpy() for each in rows]
+        means = [each.mean() if len(each) else -1.0 for each in entropies]
+        best = int(np.argmin(means))
+        canvas, at = tried[best].copy(), found[best][2]
+        order = np.argsort(entropies[best], kind="stable")
+        guess, score = _scores(denoiser, rows[best])
+        is_sure = score > score_of(threshold)
+        if not is_sure.any():
+            is_sure[order[:1]] = True
+        canvas[at[is_sure]] = guess[is_sure]
+        extras = order[~is_sure[order]][: width - 1]
+        tried = [canvas.copy() for _ in extras]
+        for each, extra in zip(tried, extras, strict=True):
+            each[at[extra]] = guess[extra]
+        tried.append(canvas)
 
 
 def revoke(
@@ -216,47 +244,41 @@ def self_verify(
     The first pass drafts the block. If at least ``span`` positions in a row are open from the first
     open one on, the second pass verifies them. Its rows of the block are causal. A second row for
     each position contains a mask token, and sees the tokens before the position. Drafts are accepted
-    up to the first one that differs, which gets the token of the second pass. Otherwise, the tokens
-    that reach the threshold commit. For block-causal attention.
+    up to the first one that differs, which gets the token of the second pass (the authors' rejection
+    sampling at a temperature near 0). Otherwise, the tokens above the threshold commit. For
+    block-causal attention.
     """
     network = denoiser.network
     canvas, passes = np.array([*tokens, *[network.mask_token_id] * new]), 0
-    for first, last in _blocks(denoiser, len(tokens), len(canvas)):
-        size = last - first
-        places = torch.cat((torch.arange(last), torch.arange(first, last)))
+    while True:
+        first, last, at = _find_open(denoiser, canvas, len(tokens))
+        if not len(at):
+            return canvas.tolist(), passes
+        guess, score = _scores(denoiser, denoiser(torch.from_numpy(canvas[None, :last]))[0, at])
+        passes += 1
+        run = int((at == at[0] + np.arange(len(at))).sum())
+        if run < span:
+            order, count = _rank(score, threshold)
+            canvas[at[order[:count]]] = guess[order[:count]]
+            continue
+        start = first - first % network.visible_block
+        size = last - start
+        draft = canvas[:last].copy()
+        draft[at] = guess
+        rows = torch.from_numpy(np.concatenate((draft, np.full(size, network.mask_token_id))))
+        places = torch.cat((torch.arange(last), torch.arange(start, last)))
         blocks = places // network.visible_block
         is_seen = blocks[:, None] >= blocks[None, :]
-        is_seen[:first, first:] = False
-        is_seen[first:, first:] = False
-        is_seen[first:last, first:last] = torch.ones(size, size).tril().bool()
-        is_seen[last:, first:last] = torch.ones(size, size).tril(-1).bool()
+        is_seen[start:, start:] = False
+        is_seen[start:last, start:last] = torch.ones(size, size).tril().bool()
+        is_seen[last:, start:last] = torch.ones(size, size).tril(-1).bool()
         is_seen[last:, last:] = torch.eye(size).bool()
         hidden = (~is_seen).float() * torch.finfo(torch.float32).min
-        is_open = np.ones(size, bool)
-        while is_open.any():
-            guess, score = _scores(denoiser, denoiser(torch.from_numpy(canvas[None, :last]))[0])
-            guess, score = guess[first:], score[first:]
-            passes += 1
-            start = int(is_open.argmax())
-            closed = np.flatnonzero(~is_open[start:])
-            run = range(start, start + (int(closed[0]) if len(closed) else size - start))
-            if len(run) < span:
-                reached = is_open & (score >= score_of(threshold))
-                reached[np.argmax(np.where(is_open, score, -np.inf))] = True
-                canvas[first:last][reached] = guess[reached]
-                is_open &= ~reached
-                continue
-            draft = np.where(is_open, guess, canvas[first:last])
-            masks = np.full(size, network.mask_token_id)
-            rows = torch.from_numpy(np.concatenate((canvas[:first], draft, masks)))
-            with mock.patch.object(network_module, "hiding", return_value=hidden[None, None]):
-                features, _ = denoiser.hidden(rows[None], places[None])
-            verified, _ = _scores(denoiser, denoiser.project(features[0, last:]).float())
-            passes += 1
-            for at in run:
-                canvas[first + at], is_open[at] = verified[at], False
-                if verified[at] != guess[at]:
-                    break
-        if _is_ended(denoiser, canvas[first:last]):
-            break
-    return canvas.tolist(), passes
+        with mock.patch.object(network_module, "hiding", return_value=hidden[None, None]):
+            features, _ = denoiser.hidden(rows[None], places[None])
+        logits = denoiser.project(features[0, last + at[:run] - start]).float()
+        verified, _ = _scores(denoiser, logits)
+        passes += 1
+        is_same = verified == guess[:run]
+        count = run if is_same.all() else int(is_same.argmin()) + 1
+        canvas[at[:count]] = verified[:count]
