@@ -240,7 +240,9 @@ def test_choices_are_compared_by_their_likelihood(run: Any, demo_bundle: Path) -
             before = bundle.tokenizer.encode(sample["prompt"])
             values = []
             for name in NAMES:
-                target = bundle.tokenizer.encode(f"{sample['prompt']} {name}")[len(before) :]
+                plain = bundle.tokenizer.encode_plain(sample["prompt"])
+                whole = bundle.tokenizer.encode_plain(f"{sample['prompt']} {name}")
+                target = whole[len(plain) :]
                 values.append(log_likelihood(bundle, before, target, 16, 0))
             assert [float(value) for ((value, _),) in row["resps"]] == pytest.approx(values)
         nats = length = 0.0
@@ -252,11 +254,26 @@ def test_choices_are_compared_by_their_likelihood(run: Any, demo_bundle: Path) -
     assert found["results"]["texts"]["bits_per_byte,none"] == pytest.approx(bits)
 
 
+def test_answers_and_likelihoods_have_the_same_prompt(ours: Any, demo_bundle: Path) -> None:
+    """The demo's tokenizer adds a token after a prompt."""
+    model = ours.BundleLM(str(demo_bundle), samples=16, batch_size="auto")
+    prompts = [sample["prompt"] for sample in SAMPLES[:3]]
+    answers = model.generate_until([SimpleNamespace(args=(each, {})) for each in prompts])
+    pairs = [SimpleNamespace(args=pair) for pair in zip(prompts, answers, strict=True)]
+    assert all(is_generated for _, is_generated in model.loglikelihood(pairs))
+
+
 def test_wrong_arguments_are_named(ours: Any, demo_bundle: Path) -> None:
     with pytest.raises(RequestError, match="thresold"):
         ours.BundleLM(str(demo_bundle), thresold=0.5)
-    with pytest.raises(RequestError, match="samples=0"):
-        ours.BundleLM(str(demo_bundle), samples=0)
+    for wrong, said in (
+        ({"samples": 0}, "samples=0"),
+        ({"batch_size": "abc"}, "--batch_size abc"),
+        ({"batch_size": 0}, "--batch_size 0"),
+        ({"bundle": None}, "bundle=FOLDER"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            ours.BundleLM(**({"bundle": str(demo_bundle)} | wrong))
     model = ours.BundleLM(str(demo_bundle))
     long = SimpleNamespace(args=("stop", {"max_gen_toks": 512}))
     with pytest.raises(RequestError, match="max_gen_toks"):

@@ -121,6 +121,8 @@ def test_a_state_may_be_json(served: Served) -> None:
             "unsupported_value",
         ),
         ({"state": [{"type": "image_url"}]}, "state", "unsupported_value"),
+        ({"state": [{"type": "image"}]}, "state", "unsupported_value"),
+        ({"state": "lights " * 4000}, "state", "invalid_value"),
         ({"dlm": {"answer": "none"}}, "dlm.answer", "invalid_value"),
         ({"dlm": {"passes": 0}}, "dlm.passes", "invalid_value"),
         ({"stream": True}, "stream", "unknown_field"),
@@ -203,12 +205,23 @@ def test_openais_input_may_contain_json(served: Served) -> None:
         ({"input": []}, "input", "invalid_value"),
         ({"input": [{"type": "custom_tool_call"}]}, "input[0]", "invalid_value"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+                ]
+            },
             "input[0].content[0]",
             "unsupported_value",
         ),
+        ({"input": "lights " * 4000}, "input", None),
+        ({"input": [{"role": "system", "content": "be brief"}]}, "input", None),
         ({"questions": []}, "questions", "invalid_value"),
-        ({"questions": [ASKED[0], ASKED[0]]}, "questions[1].name", None),
+        (
+            {"questions": [ASKED[0] | {"choices": [{"value": 1}, {"value": 0}]}]},
+            "questions[0].choices[0].value",
+            "invalid_value",
+        ),
+        ({"questions": [ASKED[0], ASKED[0]]}, "questions[1].name", "invalid_value"),
         (
             {"questions": [{"type": "predicate"}]},
             "questions[0].instructions",

@@ -13,11 +13,15 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+
+if __name__ == "__main__" and find_spec("lm_eval") is None:
+    sys.exit("error: lm_eval is not installed: pip install 'dlm-export[eval]'")
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -42,12 +46,12 @@ class BundleLM(TemplateLM):
     Args:
         bundle: The bundle's folder.
         effort, preset: The decoding loop, as in ``dlm_runtime.Options``.
-        batch_size: The largest number of requests that share passes.
+        batch_size: The largest number of requests that share passes. "auto" means 16.
         max_new_tokens: The length of answers for tasks that set none. If None, the length of the
             answers that the denoiser was trained on.
         samples, seed: As in ``log_likelihood``.
         threads, provider: As in ``dlm_runtime.open``.
-        device: Not used. lm-eval passes "cuda:0" if its option ``--device`` is not set.
+        device, max_batch_size: Not used. lm-eval always passes them.
         fields: Fields of ``Policy`` to change, such as ``threshold=0.9``.
 
     Raises:
@@ -56,7 +60,7 @@ class BundleLM(TemplateLM):
 
     def __init__(
         self,
-        bundle: str,
+        bundle: str | None = None,
         *,
         effort: str | None = None,
         preset: str | None = None,
@@ -71,6 +75,12 @@ class BundleLM(TemplateLM):
         **fields: Any,
     ) -> None:
         super().__init__()
+        if bundle is None:
+            raise RequestError("the bundle is missing: pass --model_args bundle=FOLDER")
+        if not re.fullmatch(r"auto(:\d+)?|[1-9]\d{0,3}", str(batch_size)):
+            raise RequestError(f"--batch_size {batch_size}: give 1 to 4096, or auto")
+        if samples < 1:
+            raise RequestError(f"samples={samples}: give 1 or more")
         self.bundle = dlm_runtime.open(bundle, provider=provider, threads=threads)
         self.name = Path(bundle).resolve().name
         if self.bundle.tokenizer is None:
@@ -79,11 +89,9 @@ class BundleLM(TemplateLM):
         self.loop: dict[str, Any] = {"effort": effort, "preset": preset}
         self.policy = {**fields, "seed": seed}
         self.bundle.policy(preset, effort, **self.policy)  # names what is wrong
-        shared = max_batch_size if batch_size == "auto" else int(str(batch_size).split(":")[0])
-        self.max_running, self.samples, self.seed = shared or 16, samples, seed
+        self.max_running = 16 if str(batch_size).startswith("auto") else int(batch_size)
+        self.samples, self.seed = samples, seed
         self.max_new_tokens = max_new_tokens or self.bundle.max_new_tokens
-        if samples < 1:
-            raise RequestError(f"samples={samples}: give 1 or more")
         self._is_chat = False
         self._ignored: set[str] = set()
         self._counts = {"requests": 0, "passes": 0, "tokens": 0, "shortened_prompts": 0}
@@ -120,6 +128,17 @@ class BundleLM(TemplateLM):
         if self._is_chat or add_special_tokens is False:
             return self.tokens.encode_plain(string, special_tokens=True)
         return self.tokens.encode(string, special_tokens=True)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the prompt as ``generate_until`` encodes it, and the tokens that continue it.
+
+        A tokenizer may add tokens after a prompt. They belong before the continuation.
+        """
+        length = len(context.rstrip())  # as in lm-eval, spaces belong to the continuation
+        context, continuation = context[:length], context[length:] + continuation
+        whole = self.tokens.encode_plain(context + continuation, special_tokens=True)
+        start = self.tokens.encode_plain(context, special_tokens=True)
+        return self.tok_encode(context), whole[len(start) :]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         began, jobs = time.perf_counter(), []
@@ -268,10 +287,10 @@ def compare(reference: Path, candidate: Path) -> None:
     REFERENCE and CANDIDATE are folders that lm-eval wrote with --output_path and --log_samples.
     """
     theirs, ours = _samples(reference), _samples(candidate)
-    print(
-        "| task | metric | samples | reference | candidate | difference, 95% interval | lost | won |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| task | metric | samples | reference | candidate | difference, 95% interval | lost | won |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for key in sorted(theirs.keys() & ours.keys()):
         if theirs[key].keys() != ours[key].keys():
             raise click.ClickException(f"{key[0]}: the two runs have different samples")
@@ -291,7 +310,8 @@ def compare(reference: Path, candidate: Path) -> None:
             f"{after.mean() - before.mean():+.4f} ({low:+.4f} to {high:+.4f})",
             *(str(int((after < before).sum())), str(int((after > before).sum()))),
         )
-        print(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
+    print("\n".join(lines))
 
 
 def main() -> None:

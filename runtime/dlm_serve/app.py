@@ -387,7 +387,8 @@ class Server:
             deciding: Deciding = await unless_disconnected(request, reading)
             while deciding.is_open:
                 # This compiles the constraint on the answer.
-                submitting = self._compiling.run(_submitted, deciding, model, request.state.group)
+                given = (deciding, model, request.state.group, "input" if is_openai else "state")
+                submitting = self._compiling.run(_submitted, *given)
                 job = await unless_disconnected(request, submitting)
                 (made,) = await unless_disconnected(request, results_of([job]))
                 try:
@@ -515,12 +516,12 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
     return _api_error(None, ApiError(500, f"a defect of the server: {type(err).__name__}"))
 
 
-def _submitted(deciding: Deciding, model: Model, group: int) -> Job:
-    """Submit a decision's next request. Raises ApiError."""
+def _submitted(deciding: Deciding, model: Model, group: int, field: str) -> Job:
+    """Submit a decision's next request. ``field`` contains its prompt. Raises ApiError."""
     try:
         return model.scheduler.submit(**deciding.arguments(), prefix_group=group)
     except DlmError as err:
-        raise of_runtime(err, "questions") from err
+        raise of_runtime(err, decisions.prompt_or_questions(err, field)) from err
 
 
 def _answered(

@@ -6,6 +6,7 @@ The form is that of TypeSafe's API. Mercury uses this form for its path ``/v1/de
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -83,7 +84,7 @@ def read(body: SystemOneBody, model: Model) -> Deciding:
         _refuse_images(where, value)
     questions = {name: _question(each) for name, each in body.questions.items()}
     fields = {name: f"questions.{name}" for name in questions}
-    return begin(questions, given_text(_text(body.state), model), body.dlm, model, fields)
+    return begin(questions, given_text(_text(body.state), model), body.dlm, model, fields, "state")
 
 
 def given_text(text: str, model: Model) -> dict[str, Any]:
@@ -97,18 +98,26 @@ def begin(
     own: OwnOptions,
     model: Model,
     fields: Mapping[str, str],
+    where: str,
 ) -> Deciding:
     """Begin a decision about a prompt or a chat.
 
-    ``fields`` maps the name of each question to its field, which errors name. Raises ApiError.
+    Errors name the field ``where`` of the prompt, or one of ``fields``, which maps the name of each
+    question to its field. Raises ApiError.
     """
     try:
         return model.bundle.deciding(questions, **given, **own.model_dump(), limits=COMPILE_LIMITS)
     except DlmError as err:
         said = str(err)
         found = (fields[name] for name in questions if said.startswith(f"questions[{name!r}]"))
-        other = "dlm.answer" if said.startswith("answer") else "questions"
+        other = "dlm.answer" if said.startswith("answer") else prompt_or_questions(err, where)
         raise of_runtime(err, next(found, other)) from err
+
+
+def prompt_or_questions(err: DlmError, where: str) -> str:
+    """Return ``where``, the field of the prompt, if an error is about the prompt's text."""
+    is_prompt = re.search("canvas of|template|^chat|^prompt|^the text", str(err)) is not None
+    return where if is_prompt else "questions"
 
 
 def reply(body: SystemOneBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
@@ -181,7 +190,7 @@ def _refuse_images(where: str, value: Any) -> None:
     while open_values:
         each = open_values.pop()
         if isinstance(each, dict):
-            if each.get("type") in ("image_url", "input_image"):
+            if each.get("type") in ("image", "image_url", "input_image"):
                 raise unsupported(where, "a bundle reads text, and no images")
             open_values += each.values()
         elif isinstance(each, list):

@@ -384,7 +384,16 @@ def _path(error: ErrorDetails) -> list[int | str]:
 
 
 BODIES = ("DecisionsBody", "SystemOneBody")
-VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "OutputItem", *BODIES)
+VARIANTS = (
+    "str",
+    "bool",
+    "NamedTool",
+    "NamedFunction",
+    "MessageItem",
+    "CallItem",
+    "OutputItem",
+    *BODIES,
+)
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, RootModel, StrictBool, StrictStr, Tag
 
 from dlm_runtime import Choice, Decision, Score, YesNo
 from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
@@ -27,6 +27,10 @@ from dlm_serve.response_fields import (
 
 class InputPart(ItemPart):
     data: dict[str, Any] | Items[dict[str, Any]] | None = None
+    # Parts of other types have these fields. The error names the type.
+    image_url: Any = None
+    detail: str | None = None
+    refusal: str | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None  # a hint, which has no effect
 
 
@@ -56,7 +60,7 @@ class PredicateQuestion(Asked):
 
 
 class ChoiceOption(Body):
-    value: str | bool
+    value: StrictStr | StrictBool
     description: str | None = None
 
 
@@ -121,7 +125,7 @@ def read(body: DecisionsBody, model: Model) -> Deciding:
     for at, (name, question) in enumerate(zip(_names(body), body.questions, strict=True)):
         questions[name] = _question(question, f"questions[{at}]")
     fields = {name: f"questions[{at}]" for at, name in enumerate(questions)}
-    return decisions.begin(questions, _given(body, model), body.dlm, model, fields)
+    return decisions.begin(questions, _given(body, model), body.dlm, model, fields, "input")
 
 
 def reply(body: DecisionsBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
@@ -163,7 +167,8 @@ def _names(body: DecisionsBody) -> list[str]:
     for at, name in enumerate(given):
         if name is not None and name in given[:at]:
             where = f"questions[{at}].name"
-            raise ApiError(400, f"{where}: two questions have the name {name!r}", where)
+            said = f"{where}: two questions have the name {name!r}"
+            raise ApiError(400, said, where, "invalid_value")
         made = name or f"question_{at + 1}"
         while name is None and made in given:
             made += "_"

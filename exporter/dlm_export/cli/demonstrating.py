@@ -46,7 +46,7 @@ def demo(prompts: tuple[str, ...], bundle: Path | None, copy: Path | None) -> No
     \b
     Examples:
       dlm-export demo
-      dlm-export demo "play jazz in the kitchen" "lights off"
+      dlm-export demo "play jazz in the kitchen" "turn on the kitchen lights"
       dlm-export demo --copy demo && dlm-export serve demo
     """
     import dlm_runtime

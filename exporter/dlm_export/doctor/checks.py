@@ -33,6 +33,7 @@ EXTRAS = {
     "hub": "checkpoints by name, such as hf:ORG/NAME",
     "capture": "running a release's own code, for golden logits",
     "optimum": "the command of optimum-cli",
+    "eval": "running tasks of lm-eval",
     "docs": "building the documentation site",
 }
 

@@ -1,10 +1,11 @@
 """Estimates how likely a bundle's denoiser finds a given continuation of a text.
 
 A masked diffusion model defines a lower bound of the log-likelihood (LLaDA, arXiv:2502.09992, equation
-6): the mean, over the number of masked tokens and over their places, of the log-probabilities of the
-masked tokens, divided by the share of masked tokens. With block-causal attention, the bound of a
-continuation is the sum of the bounds of its blocks, where each block sees the blocks before it
-(BD3-LM, arXiv:2503.09573). If blocks consist of one token, the bound is the log-likelihood itself.
+6). For a set of masked tokens, the bound needs the log-probabilities of these tokens, divided by the
+share of masked tokens. It is the mean over all numbers of masked tokens and over all their places. With
+block-causal attention, the bound of a continuation is the sum of the bounds of its blocks, where each
+block sees the blocks before it (BD3-LM, arXiv:2503.09573). If blocks consist of one token, the bound is
+the log-likelihood itself.
 """
 
 from __future__ import annotations
