@@ -127,8 +127,6 @@ class Server:
         self._short = Workers("the tokenizer", SHORT_THREADS, many)
         self._long = Workers("the tokenizer", 1, few)
         self._arriving = 0  # total size of all arriving bodies in bytes
-        # Create the OpenAPI description only once, because creating it takes tens of milliseconds.
-        self._description = json.dumps(document()).encode()
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -136,22 +134,23 @@ class Server:
             "/v1/responses": self._respond,
             "/v1/fim/completions": self._fim,
             "/v1/edit/completions": self._edit,
-            "/v1/decisions": self._decisions,
-            "/v1/systemone": self._systemone,
+            "/v1/decisions": functools.partial(self._decide, AnyDecisionBody),
+            "/v1/systemone": functools.partial(self._decide, decisions.SystemOneBody),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
-        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        # A response can be a route's ASGI application, and the same one is sent for every request.
+        gets: dict[str, Any] = {
             "/v1/models": functools.partial(self._list, None),
             "/v1/models/{name:path}": self._model,
             "/v1/chat/completions/models": functools.partial(self._list, "chat.completions"),
             "/v1/fim/completions/models": functools.partial(self._list, "fim.completions"),
             "/v1/edit/completions/models": functools.partial(self._list, "edit.completions"),
-            "/health": self._health,
+            "/health": JSONResponse({"status": "ok"}),
             "/ready": self._ready,
             "/metrics": self._show_metrics,
-            "/openapi.json": self._openapi,
-            "/docs": self._docs,
+            "/openapi.json": JSONResponse(document()),
+            "/docs": Response(DOCS_PAGE, media_type="text/html"),
         }
         self._metrics = Metrics(models, posts)
         routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
@@ -369,16 +368,9 @@ class Server:
 
     # ---- Decisions ----
 
-    async def _decisions(self, request: Request) -> Response:
-        body = (await self._read(AnyDecisionBody, request)).root
-        return await self._decided(request, body)
-
-    async def _systemone(self, request: Request) -> Response:
-        return await self._decided(request, await self._read(decisions.SystemOneBody, request))
-
-    async def _decided(
-        self, request: Request, body: decisions.SystemOneBody | openai_decisions.DecisionsBody
-    ) -> Response:
+    async def _decide(self, kind: type[BaseModel], request: Request) -> Response:
+        body = await self._read(kind, request)
+        body = body.root if kind is AnyDecisionBody else body
         is_openai = isinstance(body, openai_decisions.DecisionsBody)
         form: Any = openai_decisions if is_openai else decisions
         with self._models.using(body.model) as model:
@@ -433,21 +425,12 @@ class Server:
     async def _model(self, request: Request) -> Response:
         return JSONResponse(describe(self._models.named(request.path_params["name"])))
 
-    async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def _ready(self, _: Request) -> Response:
         is_open = self.is_ready and not any(model.scheduler.has_ended for model in self._models)
         return JSONResponse({"status": "ready" if is_open else "closing"}, 200 if is_open else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.media_type)
-
-    async def _openapi(self, _: Request) -> Response:
-        return Response(self._description, media_type="application/json")
-
-    async def _docs(self, _: Request) -> Response:
-        return Response(DOCS_PAGE, media_type="text/html")
 
 
 class _Around:
