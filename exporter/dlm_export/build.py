@@ -217,7 +217,8 @@ def _make_manifest(
     # integer kernels could differ from a GPU's results.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
-        source.network,
+        source,
+        text,
         graph=trace.describe(
             source.network,
             job.cache_dtype,
@@ -230,16 +231,6 @@ def _make_manifest(
         precision=precision,
         kernels=None if fused is None else fused.as_dict(),
         targets=[target.name for target in request.targets],
-        presets=source.presets,
-        default_preset=source.default_preset,
-        max_new_tokens=source.max_new_tokens,
-        tokenizer=None if text.tokenizer is None else "tokenizer.json",
-        chat_template=text.chat_template,
-        text=text.compiled,
-        config_sha256=source.config_sha256,
-        hub=None if source.hub is None else asdict(source.hub),
-        json_layout=source.json_layout,
-        call_format=source.call_format,
     )
 
 

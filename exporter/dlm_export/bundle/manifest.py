@@ -7,9 +7,10 @@ JSON schema of the format.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dlm_runtime
 from dlm_export.bundle.default_loop import published
@@ -17,7 +18,10 @@ from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
-from dlm_runtime.policy import Policy
+
+if TYPE_CHECKING:
+    from dlm_export.building.writing import Text
+    from dlm_export.sources import Source
 
 SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
@@ -42,49 +46,29 @@ def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
 
 
 def make_manifest(
-    network: NetworkSpec,
+    source: Source,
+    text: Text,
     *,
     graph: dict[str, Any],
     opset: int,
     precision: dict[str, Any],
     kernels: dict[str, Any] | None,
     targets: list[str],
-    presets: dict[str, Policy],
-    default_preset: str,
-    max_new_tokens: int | None,
-    tokenizer: str | None,
-    chat_template: dict[str, Any] | None,
-    text: dict[str, str] | None,
-    config_sha256: str | None,
-    hub: dict[str, Any] | None = None,
-    json_layout: str | None = None,
-    call_format: str | None = None,
 ) -> dict[str, Any]:
     """Create a manifest without the entry ``files``, which ``finish`` adds later.
 
     Args:
-        network: The denoiser's description.
+        source: The checkpoint or bundle from which the bundle is built.
+        text: The files with the tokenizer and the chat template.
         graph: The description of the graph, which ``trace.describe`` returns.
         opset: ONNX opset version of the graph.
         precision: The manifest's entry ``precision``.
         kernels: For a CPU graph, the native kernels that it calls (``Fused.as_dict``). For a GPU
             graph, ``None``.
         targets: Names of the targets.
-        presets: Maps the name of each preset to the preset's policy (the settings of the decoding
-            loop).
-        default_preset: Name of the default preset.
-        max_new_tokens: The length of the answers that the denoiser was trained on, in tokens, or
-            ``None``.
-        tokenizer: Name of the tokenizer file, or ``None``.
-        chat_template: The manifest's entry ``chat_template``, or ``None``.
-        text: The entry for text.bin, the file in which C programs find the tokenizer and the chat
-            template, or ``None``.
-        config_sha256: SHA-256 of the checkpoint's config.json, or ``None`` if unknown.
-        hub: The origin of a downloaded checkpoint, or ``None`` if the checkpoint was not
-            downloaded.
-        json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
-        call_format: Name of the tool-call format that the denoiser was trained on, or ``None``.
     """
+    network, config = source.network, source.config_sha256
+    hub = {} if source.hub is None else {"hub": asdict(source.hub)}
     described = network.as_dict()
     unused = described.pop("unused_tokens")
     resizing = {name: described.pop(name) for name in RESIZING if name in described}
@@ -103,28 +87,28 @@ def make_manifest(
             **({} if network.noise == "absorbing" else {"noise": network.noise}),
             **({} if network.conditioning is None else {"conditioning_size": network.hidden_size}),
             "graph": graph,
-            "presets": {name: policy.as_dict() for name, policy in presets.items()},
-            "default_preset": default_preset,
-            **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}),
+            "presets": {name: policy.as_dict() for name, policy in source.presets.items()},
+            "default_preset": source.default_preset,
+            **_given(source, "max_new_tokens"),
         },
-        "default_loop": published(default_preset),
+        "default_loop": published(source.default_preset),
         "network": described,
         "opset": opset,
-        **({} if config_sha256 is None else {"source": _source(config_sha256, hub)}),
+        **({} if config is None else {"source": {"config_sha256": config} | hub}),
         "precision": precision,
         **({} if kernels is None else {"kernels": kernels}),
         "targets": targets,
-        "tokenizer": tokenizer,
-        "chat_template": chat_template,
-        **({} if json_layout is None else {"json_layout": json_layout}),
-        **({} if call_format is None else {"call_format": call_format}),
-        **({} if text is None else {"text": text}),
+        "tokenizer": None if text.tokenizer is None else "tokenizer.json",
+        "chat_template": text.chat_template,
+        **_given(source, "json_layout", "call_format"),
+        **({} if text.compiled is None else {"text": text.compiled}),
     }
 
 
-def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the manifest's entry that describes the checkpoint."""
-    return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
+def _given(source: Source, *names: str) -> dict[str, Any]:
+    """Return the fields of a source that are not ``None``."""
+    found = {name: getattr(source, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def network_of(manifest: Mapping[str, Any], folder: Path = Path()) -> NetworkSpec:
