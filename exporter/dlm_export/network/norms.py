@@ -31,21 +31,8 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm over the last axis, with or without a bias."""
-
-    def __init__(self, size: int, eps: float, bias: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
 def make_norm(kind: str, size: int, eps: float, is_plain: bool) -> nn.Module:
     """Return a norm of a kind in ``NORM_KINDS``."""
     if kind == "rms":
         return RMSNorm(size, eps, is_plain)
-    return LayerNorm(size, eps, bias=kind == "layer-bias")
+    return nn.LayerNorm(size, eps, bias=kind == "layer-bias")
