@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS, WITHOUT
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.families.base import Family, Origin, Overrides
+from dlm_export.families.base import Family, Overrides
 from dlm_export.families.draft_updates import origins_with_updates, with_updates
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
@@ -53,11 +53,6 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         raise CheckpointError(f"{str(err).removesuffix('.')}. {WITHOUT}") from err
 
 
-def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the tensors of each parameter, and of the adapter. Raises CheckpointError."""
-    return origins_with_updates(network, LAYOUT, checkpoint, ADAPTER)
-
-
 LAYOUT = replace(
     TRUNK,
     embed="encoder.embed_tokens",
@@ -72,6 +67,6 @@ FAMILY = Family(
     "Nemotron-Labs-Diffusion 3B, 8B and 14B",
     "self-speculation",
     read_network,
-    origins,
+    lambda network, checkpoint: origins_with_updates(network, LAYOUT, checkpoint, ADAPTER),
     draft_adapter=ADAPTER,
 )

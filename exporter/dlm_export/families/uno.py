@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dlm_export.checkpoints.adapters import DRAFT_ADAPTERS, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.families.base import Family, Origin, Overrides
+from dlm_export.families.base import Family, Overrides
 from dlm_export.families.draft_updates import origins_with_updates, with_updates
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
@@ -99,18 +99,13 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     return with_updates(network, TRUNK, checkpoint, ADAPTER)
 
 
-def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the tensors of each parameter, and of the adapter. Raises CheckpointError."""
-    return origins_with_updates(network, TRUNK, checkpoint, ADAPTER)
-
-
 FAMILY = Family(
     "uno",
     ("K2HorizonForCausalLM", "LlamaForCausalLM", *QWEN),
     "Uno: K2-Horizon, Llama, Qwen3 and Uno bundles, with an adapter for draft passes",
     "self-speculation",
     read_network,
-    origins,
+    lambda network, checkpoint: origins_with_updates(network, TRUNK, checkpoint, ADAPTER),
     draft_adapter=ADAPTER,
     claims=_claims,
 )
