@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -167,15 +168,12 @@ def tasks(lm_eval: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def run(lm_eval: Any, ours: Any, tasks: Any, demo_bundle: Path) -> Any:
-    def evaluate(*names: str, model: str = "dlm-export", **options: Any) -> Any:
-        given = options.pop("model_args", {"bundle": str(demo_bundle), "samples": 16})
+    @functools.cache
+    def evaluate(*names: str, model: str = "dlm-export", options: str = "{}") -> Any:
+        given: dict[str, Any] = {"model_args": {"bundle": str(demo_bundle), "samples": 16}}
         return lm_eval.simple_evaluate(
-            model=model,
-            model_args=given,
-            tasks=[*names],
-            task_manager=tasks,
-            bootstrap_iters=0,
-            **options,
+            **(given | json.loads(options) | {"model": model, "tasks": [*names]}),
+            **{"task_manager": tasks, "bootstrap_iters": 0},
         )
 
     return evaluate
@@ -190,7 +188,7 @@ def test_answers_and_counts_are_those_of_the_runtime(run: Any, demo_bundle: Path
         made = [bundle.generate(prompt=each["prompt"], max_new_tokens=48) for each in SAMPLES]
         stop = {"max_new_tokens": 48, "stop_strings": ["arguments"]}
         starts = [bundle.generate(prompt=each["prompt"], **stop) for each in SAMPLES[:3]]
-    found = run("calls", "starts", batch_size=4)
+    found = run("calls", "starts", options='{"batch_size": 4}')
     assert texts_of(found, "calls") == [each.text for each in made]
     right = [each.text == sample["completion"] for each, sample in zip(made, SAMPLES, strict=True)]
     assert found["results"]["calls"]["exact_match,none"] == pytest.approx(statistics.fmean(right))
@@ -210,7 +208,7 @@ def test_chats_and_the_server_give_the_same_texts(
     with dlm_runtime.open(demo_bundle, threads=1) as bundle:
         chats = [[{"role": "user", "content": each["prompt"]}] for each in SAMPLES]
         made = [bundle.generate(chat=chat, max_new_tokens=48).text for chat in chats]
-    plain, found = run("calls"), run("calls", apply_chat_template=True)
+    plain, found = run("calls"), run("calls", options='{"apply_chat_template": true}')
     assert texts_of(found, "calls") == made
     for model, path, options in (
         ("local-completions", "completions", {}),
@@ -218,7 +216,7 @@ def test_chats_and_the_server_give_the_same_texts(
     ):
         given = {"model": served.model, "base_url": f"{served.url}/v1/{path}"}
         given |= {"tokenizer_backend": None, "tokenized_requests": False}
-        theirs = run("calls", model=model, model_args=given, **options)
+        theirs = run("calls", model=model, options=json.dumps({"model_args": given} | options))
         wanted = found if options else plain
         assert texts_of(theirs, "calls") == texts_of(wanted, "calls")
         assert theirs["results"]["calls"] == wanted["results"]["calls"]

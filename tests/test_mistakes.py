@@ -44,6 +44,7 @@ ARGUMENTS = {
     "bench": "SOURCE",
     "plan": "SOURCE --targets cpu",
     "compile": "SOURCE --regex a -o OUT",
+    "demo": "--bundle SOURCE",
 }
 OPEN_CHECKPOINTS = ("build", "quantize", "capture")
 RUN_BUNDLES = ("run", "effort", "cache-prompt", "chat", "decide", "serve", "bench")
@@ -101,6 +102,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "report": "BUNDLE BUNDLE -o TAKEN/folder.png --force",
             "cache-prompt": "BUNDLE --tokens 1 -o TAKEN/folder.png --force",
             "compile": "BUNDLE --regex a -o TAKEN/folder.png --force",
+            "demo": "--copy TAKEN",
         },
     ),
     "a device that is not known": (

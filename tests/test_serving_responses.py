@@ -139,7 +139,7 @@ def test_calls_are_those_of_the_chat(served: Served, choice: Any) -> None:
 
 
 def test_items_become_the_messages_of_a_chat() -> None:
-    from dlm_serve.response_fields import ResponsesBody, _messages
+    from dlm_serve.response_fields import ResponsesBody, messages_of
 
     body = ResponsesBody(
         model="x",
@@ -159,7 +159,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
             {"type": "function_call", "call_id": "3", "name": "h", "arguments": "{}"},
         ],
     )
-    messages, places = _messages(body)
+    messages, places = messages_of(body.input, body.instructions)
     assert [message.role for message in messages] == [
         "system",
         "user",
