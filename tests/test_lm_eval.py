@@ -170,7 +170,9 @@ def tasks(lm_eval: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(lm_eval: Any, ours: Any, tasks: Any, demo_bundle: Path) -> Any:
     @functools.cache
     def evaluate(*names: str, model: str = "dlm-export", options: str = "{}") -> Any:
-        given: dict[str, Any] = {"model_args": {"bundle": str(demo_bundle), "samples": 16}}
+        given: dict[str, Any] = {
+            "model_args": {"bundle": str(demo_bundle), "samples": 16, "seed": 0}
+        }
         return lm_eval.simple_evaluate(
             **(given | json.loads(options) | {"model": model, "tasks": [*names]}),
             **{"task_manager": tasks, "bootstrap_iters": 0},

@@ -49,7 +49,9 @@ class BundleLM(TemplateLM):
         batch_size: The largest number of requests that share passes. "auto" means 16.
         max_new_tokens: The length of answers for tasks that set none. If None, the length of the
             answers that the denoiser was trained on.
-        samples, seed: As in ``log_likelihood``.
+        samples: As in ``log_likelihood``.
+        seed: Seed of log-likelihoods and of the policy. The default is the seed that lm-eval's models
+            for servers send.
         threads, provider: As in ``dlm_runtime.open``.
         device, max_batch_size: Not used. lm-eval always passes them.
         fields: Fields of ``Policy`` to change, such as ``threshold=0.9``.
@@ -67,7 +69,7 @@ class BundleLM(TemplateLM):
         batch_size: int | str = 8,
         max_new_tokens: int | None = None,
         samples: int = 128,
-        seed: int = 0,
+        seed: int = 1234,
         threads: int = 0,
         provider: str = "cpu",
         device: str | None = None,
