@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,19 +168,19 @@ class BundleLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         self._seconds += time.perf_counter() - began
         if self._counts["shortened_prompts"]:
-            log.warning("%d prompts were too long for the canvas. Their starts were cut off.",
-                        self._counts["shortened_prompts"])  # fmt: skip
+            cut = self._counts["shortened_prompts"]
+            log.warning("%d prompts were too long for the canvas. Their starts were cut off.", cut)
         log.info("dlm-export: %s", self.get_model_info()["generation"])
         return texts
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        check_likelihood(self.bundle)
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             most = self.bundle.max_canvas_length - 1
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, most, 1)
-            parts = [(("", ""), *make_disjoint_window(window)) for window in windows]
-            found.append(sum(total for total, _ in self._likelihoods(parts, greedy=False)))
+            found.append(sum(self._likelihood(*make_disjoint_window(each)) for each in windows))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 
@@ -221,19 +221,10 @@ class BundleLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found = []
-        asked = tqdm(requests, disable=kwargs.get("disable_tqdm", False))
-        for (texts, *_), answer in zip(requests, self._likelihoods(asked), strict=True):
-            found.append(answer)
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
-
-    def _likelihoods(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], greedy: bool = True
-    ) -> Iterator[tuple[float, bool]]:
-        """Yield the log-likelihoods, and whether the loop would generate the continuations."""
+        """Return the log-likelihoods, and whether the loop would generate the continuations."""
         check_likelihood(self.bundle)
-        for _, context, target in requests:
+        found = []
+        for texts, context, target in tqdm(requests, disable=kwargs.get("disable_tqdm", False)):
             room = self.bundle.max_canvas_length - len(target)
             if room < 1:
                 raise RequestError(
@@ -241,13 +232,15 @@ class BundleLM(TemplateLM):
                     f"{self.bundle.max_canvas_length}"
                 )
             before = context[-room:]
-            total = log_likelihood(self.bundle, before, target, self.samples, self.seed)
-            is_greedy = greedy
-            if greedy and target:
-                options = {**self.loop, **self.policy, "new_tokens": len(target)}
-                made = self.bundle.generate(tokens=before, **options)
-                is_greedy = made.tokens[len(before) :] == target
-            yield total, is_greedy
+            options = {**self.loop, **self.policy, "new_tokens": len(target)}
+            made = self.bundle.generate(tokens=before, **options)
+            is_generated = made.tokens[len(before) :] == target
+            found.append((self._likelihood(before, target), is_generated))
+            self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+        return found
+
+    def _likelihood(self, context: list[int], target: list[int]) -> float:
+        return log_likelihood(self.bundle, context, target, self.samples, self.seed)
 
 
 # ---- Two runs ----

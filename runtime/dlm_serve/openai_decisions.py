@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, RootModel, StrictBool, StrictStr, Tag
+from pydantic import Discriminator, Field, RootModel, StrictBool, StrictStr, Tag, model_validator
 
 from dlm_runtime import Choice, Decision, Score, YesNo
 from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
@@ -32,6 +32,12 @@ class InputPart(ItemPart):
     detail: str | None = None
     refusal: str | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None  # a hint, which has no effect
+
+    @model_validator(mode="after")
+    def _json_as_text(self) -> InputPart:
+        if self.type == "input_json" and self.data is not None:
+            self.type, self.text = "input_text", json.dumps(self.data, ensure_ascii=False)
+        return self
 
 
 class InputMessage(MessageItem):
@@ -121,10 +127,9 @@ class AnyDecisionBody(RootModel[Any]):
 
 def read(body: DecisionsBody, model: Model) -> Deciding:
     """Read a body. Raises ApiError."""
-    questions: dict[str, Question] = {}
-    for at, (name, question) in enumerate(zip(_names(body), body.questions, strict=True)):
-        questions[name] = _question(question, f"questions[{at}]")
-    fields = {name: f"questions[{at}]" for at, name in enumerate(questions)}
+    fields = {name: f"questions[{at}]" for at, name in enumerate(_names(body))}
+    asked = zip(fields.items(), body.questions, strict=True)
+    questions = {name: _question(each, where) for (name, where), each in asked}
     return decisions.begin(questions, _given(body, model), body.dlm, model, fields, "input")
 
 
@@ -182,10 +187,6 @@ def _given(body: DecisionsBody, model: Model) -> dict[str, Any]:
         return decisions.given_text(body.input, model)
     if not model.has_chat:
         raise unsupported("input", "the model has no chat template: give the input as text")
-    for at, item in enumerate(body.input):
-        if isinstance(item, InputMessage) and not isinstance(item.content, str):
-            for number, part in enumerate(item.content):
-                _make_text(part, f"input[{at}].content[{number}]")
     found, places = messages_of(body.input)
     try:
         return {"chat": [message(each, f"messages[{at}]") for at, each in enumerate(found)]}
@@ -193,20 +194,14 @@ def _given(body: DecisionsBody, model: Model) -> dict[str, Any]:
         raise translated(err, places) from err
 
 
-def _make_text(part: InputPart, where: str) -> str:
-    """Make a part with JSON a part with text, and return its text. Raises ApiError."""
-    if part.type == "input_json" and part.data is not None:
-        part.type, part.text = "input_text", json.dumps(part.data, ensure_ascii=False)
-    if part.type not in ("input_text", "output_text") or part.text is None:
-        raise unsupported(where, f"a part of type {part.type!r} is not text")
-    return part.text
-
-
 def _question(given: PredicateQuestion | ValueQuestion | LevelQuestion, where: str) -> Question:
     said = given.instructions
     if not isinstance(said, str):
-        parts = enumerate(said)
-        said = "".join(_make_text(part, f"{where}.instructions[{at}]") for at, part in parts)
+        for at, part in enumerate(said):
+            if part.type != "input_text" or part.text is None:
+                place = f"{where}.instructions[{at}]"
+                raise unsupported(place, f"a part of type {part.type!r} is not text")
+        said = "".join(part.text or "" for part in said)
     if isinstance(given, PredicateQuestion):
         return YesNo(said)
     if isinstance(given, LevelQuestion):
